@@ -1,0 +1,179 @@
+"""The compiler's subcommands: compile and fetch. Nothing heavy is imported before a command runs."""
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from draftc.runtime.errors import UsageError
+from draftc.runtime.manifest import Manifest, to_json
+
+__all__ = ["compile_", "fetch", "register"]
+
+PRECISIONS = ("fp32", "int8", "int4")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the compiler's commands to `app`."""
+    app.command("compile")(compile_)
+    app.command("fetch")(fetch)
+
+
+def compile_(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write the bundle to.")],
+    target: Annotated[
+        str | None, typer.Option(help="Model to deploy: a Hugging Face folder, a hub id, or a .gguf file.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help='What drafts for it: a smaller model of the same tokenizer, or "ngram".')
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="A tested pair of the catalog instead of --target/--draft.")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, int8 or int4 (weights).  [default: fp32]")] = None,
+    k: Annotated[int | None, typer.Option("-k", help="Tokens drafted per verification.  [default: 4]")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and answer together.  [default: 2048, or the model's context]")
+    ] = None,
+    max_width: Annotated[int, typer.Option(help="Widest verification; K can be set up to one less at run time.")] = 32,
+    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per prefill call.")] = 256,
+    block_size: Annotated[int, typer.Option(help="Weights that share one scale: 16, 32, 64, 128 or 256.")] = 32,
+    symmetric: Annotated[bool, typer.Option(help="Quantize without zero points.")] = True,
+    accuracy_level: Annotated[int, typer.Option(help="MatMulNBits accuracy level, 0 to 4; 4 is int8 arithmetic.")] = 4,
+    quantize_head: Annotated[bool, typer.Option(help="Quantize the output head.")] = True,
+    quantize_embedding: Annotated[bool, typer.Option(help="Quantize the embedding table too (int4 only).")] = False,
+    min_ngram: Annotated[int, typer.Option(help="Shortest suffix that the n-gram drafter looks up.")] = 2,
+    max_ngram: Annotated[int, typer.Option(help="Longest suffix that the n-gram drafter looks up.")] = 4,
+    name: Annotated[str | None, typer.Option(help="Name of the bundle.  [default: the folder's name]")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the bundle at --out.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run model code of the source.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON, and no progress.")] = False,
+) -> None:
+    """Compile a target and its drafter into a bundle.
+
+    draftc compile --target Qwen/Qwen2.5-Coder-1.5B-Instruct --draft Qwen/Qwen2.5-Coder-0.5B-Instruct
+    --precision int4 -o out/qwen
+
+    draftc compile --recipe smollm2-135m -o out/smollm2
+    """
+    from draftc.export.catalog import fetch_recipe, load_recipe
+    from draftc.export.compile import CompileOptions, compile_bundle
+    from draftc.export.progress import Quiet, RichReporter
+    from draftc.export.quantize import QuantizationScheme
+
+    console = Console(stderr=True)
+    report = Quiet() if quiet or as_json else RichReporter(console)
+    if recipe is not None:
+        if target is not None or draft is not None:
+            raise UsageError("give either --recipe or --target and --draft")
+        chosen = load_recipe(recipe)
+        paths = fetch_recipe(chosen, report=report.note)
+        target = str(paths[chosen.target])
+        draft = str(paths.get(chosen.draft, chosen.draft))
+        precision, k, max_length = precision or chosen.precision, k or chosen.k, max_length or chosen.max_length
+        name = name or chosen.name
+    if target is None or draft is None:
+        raise UsageError('name --target and --draft (a model, or "ngram"), or a --recipe')
+    precision = precision or "fp32"
+    if precision not in PRECISIONS:
+        raise UsageError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    scheme = None
+    if precision != "fp32":
+        bits = 4 if precision == "int4" else 8
+        scheme = QuantizationScheme(bits, block_size, symmetric, accuracy_level, quantize_head, quantize_embedding)
+    elif quantize_embedding:
+        raise UsageError("--quantize-embedding needs --precision int4")
+    options = CompileOptions(
+        target=target,
+        draft=draft,
+        out=out,
+        scheme=scheme,
+        num_speculative_tokens=4 if k is None else k,
+        max_length=max_length,
+        max_width=max_width,
+        prefill_chunk=prefill_chunk,
+        min_ngram=min_ngram,
+        max_ngram=max_ngram,
+        force=force,
+        trust_remote_code=trust_remote_code,
+        name=name,
+    )
+    begin = time.monotonic()
+    if isinstance(report, RichReporter):
+        with report:
+            manifest = compile_bundle(options, report)
+        _print_summary(console, out, manifest, time.monotonic() - begin)
+    else:
+        manifest = compile_bundle(options, report)
+        if as_json:
+            print(to_json(manifest))
+
+
+def fetch(
+    name: Annotated[str | None, typer.Argument(help="A recipe or a model of the catalog.", show_default=False)] = None,
+    dest: Annotated[Path | None, typer.Option(help="Where to put it.  [default: ~/.cache/draftc-models]")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print {name: path} as JSON.")] = False,
+) -> None:
+    """Download the sources of a tested pair, checked against their sha256. Without NAME: list the catalog.
+
+    draftc fetch smollm2-135m
+    """
+    from draftc.export import catalog
+
+    console = Console(stderr=True)
+    if name is None:
+        table = Table("recipe", "models", "precision", "K", "what it is", box=None)
+        for recipe in catalog.list_recipes():
+            table.add_row(recipe.name, ", ".join(recipe.models), recipe.precision, str(recipe.k), recipe.summary)
+        Console().print(table)
+        return
+    recipes = {recipe.name: recipe for recipe in catalog.list_recipes()}
+    if name in recipes:
+        paths = catalog.fetch_recipe(recipes[name], dest, report=console.print)
+    elif name in {model.name for model in catalog.list_models()}:
+        paths = {name: catalog.fetch(name, dest, report=console.print)}
+    else:
+        known = ", ".join([*recipes, *(model.name for model in catalog.list_models())])
+        raise UsageError(f"nothing in the catalog is called {name!r}; there are {known}")
+    if as_json:
+        print(json.dumps({model: str(path) for model, path in paths.items()}))
+    else:
+        for path in paths.values():
+            print(path)
+
+
+def _print_summary(console: Console, out: Path, manifest: Manifest, seconds: float) -> None:
+    table = Table(box=None, show_header=False)
+    for role, model in (("target", manifest.target), ("draft", getattr(manifest.draft, "model", None))):
+        if model is None:
+            table.add_row(role, manifest.draft.method)
+            continue
+        rounded = model.quantization
+        what = f"{model.architecture}, {model.parameters / 1e6:,.0f}M parameters"
+        table.add_row(role, f"{what}, {rounded.quantized_matmuls} MatMuls at {rounded.bits} bits" if rounded else what)
+        for report in manifest.parity:
+            if report.graph == role:
+                against = "eager PyTorch" if report.stage == "capture" else "the float graph"
+                table.add_row(
+                    "",
+                    f"against {against}: max |Δlogit| {report.max_abs_diff:.2g}, KL {report.kl:.2g}, "
+                    f"same argmax {report.greedy_agreement:.1%} of {report.tokens} positions",
+                )
+    if manifest.pair is not None:
+        speeds = ", ".join(f"{speed:.2f}× at {rate}" for rate, speed in manifest.pair.predicted_speedup.items())
+        ratio = f"a draft step reads {manifest.pair.draft_cost_ratio:.2f} of what a target step reads"
+        table.add_row("pair", f"{ratio}; predicted by acceptance: {speeds}")
+    size = sum(entry.size for entry in manifest.files)
+    # ru_maxrss is in KiB on Linux and in bytes on macOS.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    table.add_row("bundle", f"{out}: {size / 2**20:,.0f} MiB, {seconds:.0f} s, peak memory {peak / 2**30:.1f} GiB")
+    console.print(table)

@@ -1,0 +1,135 @@
+"""The parity gate: a graph that does not compute what the checkpoint computes never becomes a bundle.
+
+Two steps, so that a fault of the capture cannot hide behind rounding: the float graph against eager PyTorch, with a
+tolerance that only reordered float32 sums fit into; then the quantized graph against the float graph, by how much its
+predictions differ. Both run through the runtime's own engine, in the widths that the loop uses, with a rewind.
+"""
+
+from dataclasses import dataclass
+from importlib import resources
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftc.runtime.decoder import Decoder
+from draftc.runtime.engine import Tokens
+from draftc.runtime.errors import ParityError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["Comparison", "check_capture", "check_quantized", "compare", "eager_logits", "graph_logits", "parity_tokens"]
+
+# float32 sums in another order differ by about 1e-6 of the largest logit for each of some tens of layers; a wrong mask,
+# scale or position shows as 1e-2 of it and more.
+CAPTURE_TOLERANCE = 3e-4
+MAX_KL = 1.0  # nats; round-to-nearest int4 costs 0.33 on a model of 135M parameters, a misread block is past 5
+
+LogitRows = dict[int, NDArray[np.float32]]  # position → (V,)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`tokens` positions compared: max |Δlogit|, mean KL(reference ‖ graph) in nats, share of equal argmax.
+
+    `scale` is the largest |logit| of the reference.
+    """
+
+    tokens: int
+    max_abs_diff: float
+    kl: float
+    greedy_agreement: float
+    scale: float
+
+
+def parity_tokens(tokenizer: "PreTrainedTokenizerBase", length: int) -> Tokens:
+    """The first `length` tokens of the text that ships with draftc (code, prose, numbers, other scripts), repeated."""
+    text = resources.files("draftc.export").joinpath("parity.txt").read_text("utf-8")
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    start = [tokenizer.bos_token_id] if isinstance(tokenizer.bos_token_id, int) else []
+    repeated = ids * (length // len(ids) + 1)
+    return np.asarray((start + repeated)[:length], np.int64)
+
+
+def eager_logits(model: "PreTrainedModel", tokens: Tokens) -> LogitRows:
+    """The checkpoint's own logits for every position of `tokens` (n,), from one PyTorch pass without a cache."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0].float()  # (n, V)
+    return dict(enumerate(logits.numpy()))
+
+
+def graph_logits(decoder: Decoder, tokens: Tokens, k: int) -> LogitRows:
+    """A graph's logits for `tokens` (n,), through every kind of call that the loop makes.
+
+    A prefill chunk, a verification of k+1 tokens of which all but one are then rejected, single steps, and
+    verifications to the end. Positions inside the first chunk that no call asked logits of are missing.
+    """
+    limits = decoder.limits
+    rows: LogitRows = {}
+
+    def run(width: int) -> None:
+        start = len(decoder.cache)
+        count = min(width, limits.max_width)
+        logits = decoder.extend(tokens[start : start + width], rows=count)
+        for i in range(count):
+            rows[start + width - count + i] = logits[i].copy()
+
+    decoder.cache.clear()
+    chunk = min(limits.prefill_chunk, tokens.size // 2)
+    run(chunk)
+    rejected = np.concatenate((tokens[chunk : chunk + 1], np.roll(tokens[:k], 1)))
+    decoder.extend(rejected, rows=1)  # writes k wrong entries …
+    decoder.cache.align(np.append(tokens[: chunk + 1], -1))  # … and takes them back
+    for _ in range(min(4, tokens.size - len(decoder.cache))):
+        run(1)
+    while (left := tokens.size - len(decoder.cache)) > 0:
+        run(min(left, k + 1 if left > 2 * limits.max_width else limits.max_width))
+    return rows
+
+
+def compare(reference: LogitRows, actual: LogitRows, vocab_size: int) -> Comparison:
+    """Compare the positions that both have, over the first `vocab_size` logits."""
+    worst = kl = scale = 0.0
+    agree = 0
+    positions = sorted(reference.keys() & actual.keys())
+    for position in positions:
+        a, b = reference[position][:vocab_size], actual[position][:vocab_size]
+        if not np.isfinite(b.max()):
+            raise ParityError(f"the graph's logits at position {position} are {b.max()}: nothing was written")
+        worst = max(worst, float(np.abs(a - b).max()))
+        scale = max(scale, float(np.abs(a).max()))
+        log_a, log_b = _log_softmax(a), _log_softmax(b)
+        kl += float((np.exp(log_a) * (log_a - log_b)).sum())
+        agree += int(a.argmax() == b.argmax())
+    count = len(positions)
+    return Comparison(count, worst, kl / count, agree / count, scale)
+
+
+def check_capture(name: str, result: Comparison) -> float:
+    """Return the tolerance that held, or raise ParityError: the capture must be the checkpoint, but for rounding."""
+    tolerance = CAPTURE_TOLERANCE * max(1.0, result.scale)
+    if result.max_abs_diff > tolerance:
+        raise ParityError(
+            f"{name}: the captured graph differs from the checkpoint by up to {result.max_abs_diff:.3g} in its logits "
+            f"({tolerance:.2g} allowed, {result.greedy_agreement:.0%} same argmax): this architecture cannot be "
+            "compiled faithfully; nothing was written"
+        )
+    return tolerance
+
+
+def check_quantized(name: str, result: Comparison) -> None:
+    """Raise ParityError when quantization broke the model rather than rounded it."""
+    if result.kl > MAX_KL:
+        raise ParityError(
+            f"{name}: the quantized graph predicts something else than the checkpoint (KL {result.kl:.2f} nats, "
+            f"{result.greedy_agreement:.0%} same argmax): use --precision int8 or fp32; nothing was written"
+        )
+
+
+def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max()
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return result

@@ -1,0 +1,108 @@
+"""Lowering: passes over the portable graph, one class for one job; `result.modified` tells if it did anything.
+
+`LOWERINGS` names, for each backend, the passes that turn the portable graph into what that backend runs best. The
+quantizer is a pass of its own module (`quantize`), because it is a choice of the user and not of the backend.
+"""
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+from onnx_ir.passes import InPlacePass, PassResult
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+__all__ = ["LOWERINGS", "FuseTransposedWeights", "SplitGemms", "constant_weight", "lower", "replace_node"]
+
+MICROSOFT = "com.microsoft"
+
+
+def constant_weight(node: ir.Node) -> tuple[ir.Value, bool] | None:
+    """(weight, transposed) of a MatMul whose second operand is a 2-D constant or the Transpose of one, else None.
+
+    The weight is (K, N), or (N, K) where transposed.
+    """
+    operand = node.inputs[1]
+    if node.op_type != "MatMul" or operand is None:
+        return None
+    producer = operand.producer()
+    transposed = producer is not None and producer.op_type == "Transpose"
+    if transposed:
+        assert producer is not None
+        operand = producer.inputs[0]
+    if operand is None or operand.const_value is None or len(operand.const_value.shape) != 2:
+        return None
+    return operand, transposed
+
+
+def replace_node(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
+    """Put `new`, which has one output, where `old` was, under `old`'s output name."""
+    output, replacement = old.outputs[0], new.outputs[0]
+    replacement.shape, replacement.type = output.shape, output.type
+    graph.insert_before(old, new)
+    output.replace_all_uses_with(replacement, replace_graph_outputs=True)
+    name, output.name = output.name, None
+    replacement.name = name
+    graph.remove(old, safe=True)
+
+
+class SplitGemms(InPlacePass):
+    """Gemm(x, W, b) → MatMul(x, W) + b, so that the passes over MatMuls see every weight.
+
+    Legal where alpha = beta = 1 and x is not transposed. A transposed W becomes Transpose(W).
+    """
+
+    def call(self, model: ir.Model) -> PassResult:
+        """Rewrite every legal Gemm."""
+        modified = False
+        for node in list(model.graph):
+            if node.op_type != "Gemm" or node.attributes.get_float("alpha", 1.0) != 1.0:
+                continue
+            if node.attributes.get_float("beta", 1.0) != 1.0 or node.attributes.get_int("transA"):
+                continue
+            x, weight, *bias = node.inputs
+            if node.attributes.get_int("transB"):
+                transpose = ir.node("Transpose", [weight], {"perm": [1, 0]})
+                model.graph.insert_before(node, transpose)
+                weight = transpose.outputs[0]
+            product = ir.node("MatMul", [x, weight], name=node.name)
+            if bias and bias[0] is not None:
+                model.graph.insert_before(node, product)
+                product.outputs[0].type = node.outputs[0].type
+                replace_node(model.graph, node, ir.node("Add", [product.outputs[0], bias[0]]))
+            else:
+                replace_node(model.graph, node, product)
+            modified = True
+        return PassResult(model, modified)
+
+
+class FuseTransposedWeights(InPlacePass):
+    """MatMul(x, Transpose(W)) → com.microsoft.FusedMatMul(x, W, transB=1), for ONNX Runtime.
+
+    Left alone, ONNX Runtime folds Transpose(W) into a second tensor when it loads the graph: loading holds the weights
+    twice, and a head that is tied to the embedding stays in memory twice for good.
+    """
+
+    def call(self, model: ir.Model) -> PassResult:
+        """Rewrite every MatMul whose weight is a transposed constant."""
+        modified = False
+        for node in list(model.graph):
+            weight = constant_weight(node) if node.op_type == "MatMul" else None
+            if weight is None or not weight[1]:
+                continue
+            attributes = {"transB": 1}
+            fused = ir.node("FusedMatMul", [node.inputs[0], weight[0]], attributes, domain=MICROSOFT, name=node.name)
+            replace_node(model.graph, node, fused)
+            modified = True
+        if modified:
+            model.opset_imports[MICROSOFT] = 1
+            RemoveUnusedNodesPass()(model)
+        return PassResult(model, modified)
+
+
+LOWERINGS: dict[str, tuple[Callable[[], InPlacePass], ...]] = {"onnxruntime": (FuseTransposedWeights,)}
+
+
+def lower(model: ir.Model, backend: str) -> ir.Model:
+    """Apply the passes of `backend` to `model`, in place."""
+    for make in LOWERINGS[backend]:
+        make()(model)
+    return model

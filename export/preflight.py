@@ -1,0 +1,151 @@
+"""How much disk and memory a compile will need, and whether they are there, before anything is loaded.
+
+The models of a pair are compiled one after the other, so memory is that of the larger one; disk adds up.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftc.export.checkpoint import CheckpointInfo
+from draftc.runtime.errors import ResourceError, UsageError
+
+__all__ = ["Requirements", "available_memory", "check", "estimate", "format_bytes"]
+
+# Bytes per quantized weight: blocks of 32 values and one fp32 scale each.
+WEIGHT_BYTES = {"fp32": 4.0, "int8": 1 + 4 / 32, "int4": 0.5 + 4 / 32}
+FP32 = 4
+# Peak memory of one model: its fp32 weights, what the exporter or the quantizer holds besides (up to one more copy),
+# and the packages themselves.
+COPIES = 2.0
+BASE_BYTES = 3 << 29  # 1.5 GiB
+GRAPH_BYTES = 32 << 20  # graph, tokenizer and manifest of one model
+CGROUP_FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """In bytes. disk: bundle and temporary files together. kv: key and value buffers of one open session."""
+
+    disk_bytes: int
+    bundle_bytes: int
+    ram_bytes: int
+    kv_bytes: int
+
+    def summary(self) -> str:
+        """One line for the log."""
+        return (
+            f"needs about {format_bytes(self.ram_bytes)} of memory and {format_bytes(self.disk_bytes)} of disk; the "
+            f"bundle takes {format_bytes(self.bundle_bytes)}, its KV buffers {format_bytes(self.kv_bytes)} when open"
+        )
+
+
+def estimate(
+    infos: Sequence[CheckpointInfo],
+    precision: str,
+    *,
+    max_length: int,
+    max_width: int = 32,
+    block_size: int = 32,
+) -> Requirements:
+    """Estimate what compiling `infos` (target first, then a draft model if there is one) needs.
+
+    The fp32 graph of each model is written before it is quantized, so it counts as temporary disk. The embedding table
+    stays fp32, and a head that was tied to it is quantized as a matrix of its own. Raises UsageError for an unknown
+    precision.
+    """
+    if precision not in WEIGHT_BYTES:
+        raise UsageError(f"precision must be one of {', '.join(WEIGHT_BYTES)}, is {precision!r}")
+    per_weight = WEIGHT_BYTES[precision] if precision == "fp32" else WEIGHT_BYTES[precision] - 4 / 32 + 4 / block_size
+    weights = [FP32 * info.parameters for info in infos]
+    finished = [_finished_bytes(info, per_weight, quantized=precision != "fp32") + GRAPH_BYTES for info in infos]
+    bundle = sum(finished)
+    return Requirements(
+        disk_bytes=bundle + (max(weights) if precision != "fp32" else 0),
+        bundle_bytes=bundle,
+        ram_bytes=int(COPIES * max(weights)) + BASE_BYTES,
+        kv_bytes=sum(info.shape.kv_bytes(max_length + max_width) for info in infos),
+    )
+
+
+def _finished_bytes(info: CheckpointInfo, per_weight: float, *, quantized: bool) -> int:
+    if not quantized:
+        return FP32 * info.parameters
+    table = info.shape.vocab_rows * info.shape.hidden_size
+    matrices = info.parameters - (0 if info.tied else table)
+    return int(FP32 * table + per_weight * matrices)
+
+
+def check(requirements: Requirements, work_dir: Path) -> None:
+    """Compare with free disk below `work_dir` and available memory; raises ResourceError with both numbers."""
+    existing = next(folder for folder in (work_dir.absolute(), *work_dir.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free
+    if free < requirements.disk_bytes:
+        raise ResourceError(
+            f"compiling needs about {format_bytes(requirements.disk_bytes)} of disk, {existing} has "
+            f"{format_bytes(free)} free; free some, or choose another output folder with -o"
+        )
+    memory = available_memory()
+    if memory is not None and memory < requirements.ram_bytes:
+        raise ResourceError(
+            f"compiling needs about {format_bytes(requirements.ram_bytes)} of memory, {format_bytes(memory)} is "
+            "available; close other programs, compile on a larger machine, or choose a smaller model"
+        )
+
+
+def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that this process can still take: MemAvailable, or less where its cgroup (v2 or v1) limits it.
+
+    None where the system does not say (not Linux).
+    """
+    limits = [*_meminfo(proc / "meminfo"), *_cgroup_room(proc, cgroup)]
+    return min(limits, default=None)
+
+
+def _meminfo(path: Path) -> Iterator[int]:
+    for line in _lines(path):
+        if line.startswith("MemAvailable:"):
+            yield int(line.split()[1]) * 1024
+
+
+def _cgroup_room(proc: Path, root: Path) -> Iterator[int]:
+    """Room below every limit from the process's own group up to the root."""
+    groups = {"/"}
+    for line in _lines(proc / "self/cgroup"):
+        own = Path(line.split(":", 2)[-1])
+        groups |= {str(group) for group in (own, *own.parents)}
+    for group in groups:
+        for limit_file, usage_file in CGROUP_FILES:
+            *controller, name = limit_file.split("/")
+            folder = root.joinpath(*controller, group.lstrip("/"))
+            limit, usage = _number(folder / name), _number(folder / Path(usage_file).name)
+            if limit is not None and usage is not None:
+                yield max(0, limit - usage + _reclaimable(folder / "memory.stat"))
+
+
+def _reclaimable(path: Path) -> int:
+    """Cached file pages that count as usage, but are given back under pressure."""
+    counters = ("inactive_file ", "total_inactive_file ")  # the second is v1's, for the group and those below it
+    return max((int(line.split()[1]) for line in _lines(path) if line.startswith(counters)), default=0)
+
+
+def _number(path: Path) -> int | None:
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].isdigit() else None  # "max" means no limit
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:  # not there, or not ours to read: no limit known from it
+        return []
+
+
+def format_bytes(count: float) -> str:
+    """Readable size in powers of 1024, as "1.5 GiB"."""
+    units = ["B", "KiB", "MiB", "GiB"]
+    while count >= 1024 and len(units) > 1:
+        count /= 1024
+        units.pop(0)
+    return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"

@@ -1,0 +1,166 @@
+"""Weight-only quantization to ONNX Runtime's MatMulNBits, one weight at a time.
+
+ONNX Runtime's own quantizer does the arithmetic. The graph is rewritten here rather than by it, because its graph walk
+wants the whole model in one protobuf and leaves `MatMul(x, Transpose(W))`, the form of every tied head, in float
+without a word.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx_ir.passes import InPlacePass, PassResult
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from draftc.export.passes import MICROSOFT, SplitGemms, constant_weight, replace_node
+from draftc.runtime.errors import CaptureError, UsageError
+from draftc.runtime.graphio import INPUT_IDS, LOGITS
+
+__all__ = ["QuantizationScheme", "QuantizeWeights"]
+
+
+@dataclass(frozen=True)
+class QuantizationScheme:
+    """How weights are rounded: `bits` (4 or 8) in blocks of `block_size` inputs, round to nearest.
+
+    `accuracy_level` 4 lets the kernel quantize activations to int8 as it multiplies. `head` and `embedding` say whether
+    the output head and the embedding table (4 bits only) take part. Raises UsageError when a value is not offered.
+    """
+
+    bits: int
+    block_size: int = 32
+    symmetric: bool = True
+    accuracy_level: int = 4
+    head: bool = True
+    embedding: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise UsageError(f"bits must be 4 or 8, got {self.bits}")
+        if self.block_size not in (16, 32, 64, 128, 256):
+            raise UsageError(f"block size must be 16, 32, 64, 128 or 256, got {self.block_size}")
+        if self.embedding and self.bits != 4:
+            raise UsageError("the embedding table can be quantized at int4 only: leave out --quantize-embedding")
+
+
+class QuantizeWeights(InPlacePass):
+    """MatMul(x, W) → MatMulNBits(x, Wq, scales), for every 2-D constant W; Gather(W, ids) → GatherBlockQuantized.
+
+    After `call`, `quantized` counts the rewritten MatMuls and `left_in_float` names the constant MatMuls that were not.
+    Raises CaptureError when there was nothing to quantize, which means that an earlier stage changed its form.
+    """
+
+    def __init__(self, scheme: QuantizationScheme, on_weight: Callable[[int, int], None] | None = None) -> None:
+        super().__init__()
+        self.scheme = scheme
+        self.quantized = 0
+        self.left_in_float: list[str] = []
+        self._on_weight = on_weight or (lambda done, total: None)
+        self._quantizer = _onnxruntime_quantizer(scheme)
+
+    def call(self, model: ir.Model) -> PassResult:
+        """Quantize the model in place."""
+        SplitGemms()(model)
+        matmuls = [node for node in model.graph if node.op_type == "MatMul"]
+        weights = [(node, *found) for node in matmuls if (found := constant_weight(node)) is not None]
+        head = _head(model)
+        for done, (node, weight, transposed) in enumerate(weights):
+            self._on_weight(done, len(weights))
+            if node is head and not self.scheme.head:
+                self.left_in_float.append(weight.name or node.name or "?")
+            else:
+                self._quantize_matmul(model.graph, node, weight, transposed)
+        self._on_weight(len(weights), len(weights))
+        if not self.quantized:
+            raise CaptureError("no MatMul with a constant weight was found to quantize: compile with --precision fp32")
+        if self.scheme.embedding:
+            self._quantize_embedding(model.graph)
+        model.opset_imports[MICROSOFT] = 1
+        RemoveUnusedNodesPass()(model)
+        return PassResult(model, True)
+
+    def _quantize_matmul(self, graph: ir.Graph, node: ir.Node, weight: ir.Value, transposed: bool) -> None:
+        assert weight.const_value is not None
+        array = weight.const_value.numpy()
+        matrix = np.ascontiguousarray(array.T if transposed else array, np.float32)  # (K, N)
+        packed, scales, zero_points = self._quantizer.qbits_block_quant(matrix)
+        name = f"{weight.name}_q{self.scheme.bits}"
+        inputs = [node.inputs[0], _initializer(graph, name, packed), _initializer(graph, f"{name}_scales", scales)]
+        if not self.scheme.symmetric:
+            inputs.append(_initializer(graph, f"{name}_zero_points", zero_points))
+        attributes = {
+            "K": matrix.shape[0],
+            "N": matrix.shape[1],
+            "bits": self.scheme.bits,
+            "block_size": self.scheme.block_size,
+            "accuracy_level": self.scheme.accuracy_level,
+        }
+        replace_node(graph, node, ir.node("MatMulNBits", inputs, attributes, domain=MICROSOFT, name=node.name))
+        self.quantized += 1
+
+    def _quantize_embedding(self, graph: ir.Graph) -> None:
+        gathers = [node for node in graph if node.op_type == "Gather" and _reads_tokens(node)]
+        if not gathers:
+            raise UsageError("no embedding table was found behind input_ids: leave out --quantize-embedding")
+        for node in gathers:
+            table = node.inputs[0]
+            assert table is not None
+            assert table.const_value is not None
+            array = table.const_value.numpy()  # (V, d)
+            scheme = self.scheme
+            packed, scales, zeros = self._quantizer.quantize_ndarray(array, 1, scheme.block_size, scheme.symmetric)
+            dtype = ir.DataType.INT4 if scheme.symmetric else ir.DataType.UINT4
+            name = f"{table.name}_gather_q4"
+            codes = ir.PackedTensor(packed, dtype, shape=ir.Shape(array.shape), name=name)
+            inputs = [_initializer(graph, name, codes), node.inputs[1], _initializer(graph, f"{name}_scales", scales)]
+            if zeros is not None:
+                points = ir.PackedTensor(zeros, dtype, shape=ir.Shape(scales.shape), name=f"{name}_zero_points")
+                inputs.append(_initializer(graph, f"{name}_zero_points", points))
+            attributes = {"gather_axis": 0, "quantize_axis": 1, "block_size": scheme.block_size}
+            replace_node(graph, node, ir.node("GatherBlockQuantized", inputs, attributes, domain=MICROSOFT))
+
+
+def _onnxruntime_quantizer(scheme: QuantizationScheme) -> Any:
+    """ONNX Runtime's round-to-nearest quantizer. Its module configures the root logger on import; that is undone."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        from onnxruntime.quantization import matmul_nbits_quantizer as nbits
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    config = nbits.DefaultWeightOnlyQuantConfig(
+        block_size=scheme.block_size,
+        is_symmetric=scheme.symmetric,
+        accuracy_level=scheme.accuracy_level,
+        bits=scheme.bits,
+    )
+    return nbits.DefaultWeightOnlyQuantizer(config)
+
+
+def _initializer(graph: ir.Graph, name: str, data: "NDArray[Any] | ir.PackedTensor[Any]") -> ir.Value:
+    tensor = data if isinstance(data, ir.PackedTensor) else ir.tensor(data, name=name)
+    value = ir.Value(name=name, shape=ir.Shape(tuple(tensor.shape)), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
+def _head(model: ir.Model) -> ir.Node | None:
+    """The MatMul closest to the logits: the output head."""
+    (logits,) = (output for output in model.graph.outputs if output.name == LOGITS)
+    node = logits.producer()
+    while node is not None and node.op_type != "MatMul":
+        operand = node.inputs[0]
+        node = operand.producer() if operand is not None else None
+    return node
+
+
+def _reads_tokens(node: ir.Node) -> bool:
+    """Whether a Gather looks rows of a 2-D constant up by token id."""
+    table, ids = node.inputs[0], node.inputs[1]
+    is_table = table is not None and table.const_value is not None and len(table.const_value.shape) == 2
+    return is_table and ids is not None and ids.name == INPUT_IDS

@@ -1,0 +1,138 @@
+"""Rewind and append fuzz: after any history of appends and rewinds, a graph computes what it does from scratch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from draftc.runtime.check_numerics import Graph, WidthVariance, recomputed_rows, rows_of
+from draftc.runtime.engine import Logits, Tokens
+from draftc.runtime.session import Session
+
+__all__ = ["CacheDetails", "GraphFuzz", "check_cache", "fuzz"]
+
+ROUNDS = 24
+MAX_TEXT = 96
+REWIND_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class GraphFuzz:
+    """One graph: `compared` rows of logits, the largest |Δ| to a recompute from an empty cache, and what is allowed.
+
+    `worst_text` is the length of the text at `max_abs`; `argmax_changes` counts rows with another best token.
+    """
+
+    graph: str
+    calls: int
+    rewinds: int
+    compared: int
+    max_abs: float
+    limit: float
+    worst_text: int
+    argmax_changes: int
+    variance: WidthVariance
+
+    @property
+    def passed(self) -> bool:
+        """Whether wide and narrow calls agree, and rewound caches with fresh ones."""
+        return self.variance.sound and self.max_abs <= self.limit
+
+
+@dataclass(frozen=True)
+class CacheDetails:
+    """All graphs of the session."""
+
+    graphs: tuple[GraphFuzz, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every graph passed."""
+        return all(graph.passed for graph in self.graphs)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        for graph in self.graphs:
+            if not graph.variance.sound:
+                return (
+                    f"{graph.graph}: calls of different widths disagree over the same text: logits differ by "
+                    f"{graph.variance.max_abs:.3g}, rounding explains {graph.variance.ceiling:.2g}"
+                )
+        for graph in self.graphs:
+            if not graph.passed:
+                return (
+                    f"{graph.graph}: after rewinds and appends logits differ from a recompute by {graph.max_abs:.3g} "
+                    f"at {graph.worst_text} tokens (allowed {graph.limit:.2g})"
+                )
+        return "; ".join(
+            f"{graph.graph}: {graph.calls} appends, {graph.rewinds} rewinds, logits within {graph.max_abs:.2g} of a "
+            f"recompute (allowed {graph.limit:.2g})"
+            for graph in self.graphs
+        )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+
+def check_cache(
+    session: Session,
+    graphs: list[Graph],
+    variances: list[WidthVariance],
+    corpus: Tokens,
+    seed: int,
+    on_progress: Callable[[float], None],
+) -> CacheDetails:
+    """Fuzz each of `graphs`. `corpus` (n,) is what the texts are cut from."""
+    session.reset()
+    results = []
+    for graph, variance in zip(graphs, variances, strict=True):
+        results.append(fuzz(graph, variance, corpus, seed))
+        on_progress(len(results) / len(graphs))
+    return CacheDetails(tuple(results))
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    text: Tokens  # (n,)
+    rows: Logits  # (R, V): after its last tokens
+
+
+def fuzz(graph: Graph, variance: WidthVariance, corpus: Tokens, seed: int, rounds: int = ROUNDS) -> GraphFuzz:
+    """`rounds` appends of 1 … max_width tokens, most of them behind a rewind, then the same texts from scratch.
+
+    All appends come first: a recompute overwrites the buffers that they are about.
+    """
+    decoder = graph.decoder
+    rng = np.random.default_rng(seed)
+    longest = min(MAX_TEXT, decoder.limits.max_length)
+    text = np.empty(0, np.int64)
+    snapshots = []
+    rewinds = 0
+    decoder.cache.clear()
+    for _ in range(rounds):
+        if text.size == longest or (text.size and rng.random() < REWIND_SHARE):
+            text = text[: rng.integers(text.size)]
+            rewinds += 1
+        width = int(rng.integers(1, min(decoder.limits.max_width, longest - text.size) + 1))
+        begin = int(rng.integers(corpus.size))
+        # Cut at random, so that what is appended is not what was there before the rewind.
+        text = np.concatenate((text, np.resize(corpus[begin:], width)))
+        rows = rows_of(decoder, text, width)
+        picked = rows[[0, -1]] if len(rows) == width > 1 else rows[-1:]
+        snapshots.append((_Snapshot(text, picked), width))
+    worst, worst_text, changes, compared = 0.0, 0, 0, 0
+    for snapshot, width in snapshots:
+        fresh = recomputed_rows(decoder, snapshot.text, decoder.limits.max_width)
+        wanted = fresh[[-width, -1]] if len(snapshot.rows) == 2 and width <= len(fresh) else fresh[-1:]
+        rows = snapshot.rows[-len(wanted) :]
+        difference = float(np.abs(rows - wanted).max())
+        if difference >= worst:
+            worst, worst_text = difference, snapshot.text.size
+        changes += int((rows.argmax(axis=1) != wanted.argmax(axis=1)).sum())
+        compared += len(wanted)
+    return GraphFuzz(
+        graph.name, len(snapshots), rewinds, compared, worst, variance.limit, worst_text, changes, variance
+    )

@@ -1,0 +1,132 @@
+"""How much a graph's logits depend on the width of the call, measured on this device: what every tolerance comes from.
+
+Kernels sum in another order, or quantize activations in other groups, at S = 1 than at S = K+1. In fp32 that moves a
+logit by about 1e-5, with int4 weights by a few tenths: a greedy choice between two tokens that are closer than that may
+go either way without any fault.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from draftc.runtime.decoder import Decoder
+from draftc.runtime.engine import Logits, Tokens
+from draftc.runtime.errors import EngineError
+from draftc.runtime.manifest import Model
+from draftc.runtime.session import Session
+
+__all__ = ["CALIBRATION_TOKENS", "Graph", "WidthVariance", "graphs", "measure_variance", "recomputed_rows", "rows_of"]
+
+CALIBRATION_TOKENS = 64
+
+# The largest difference, relative to the spread of the logits, that rounding may be blamed for. A graph whose calls
+# disagree by more is broken, or is too coarse to be called the same model at two widths.
+CEILINGS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
+QUANTIZED_CEILING = 0.25
+FLOAT_EPS = float(np.finfo(np.float32).eps)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One decoder graph of a session, with the name that reports call it by."""
+
+    name: str
+    decoder: Decoder
+    ceiling: float  # of |Δlogit| ÷ standard deviation of the logits
+
+
+def graphs(session: Session) -> list[Graph]:
+    """Every graph of the session, the target first."""
+    models = dict(session.manifest.models)
+    found = [Graph("target", session.target, _ceiling(models["target"]))]
+    for method, drafter in session.drafters.items():
+        ceiling = _ceiling(models.get("draft.model", models["target"]))
+        found += [Graph(method, decoder, ceiling) for decoder in drafter.decoders]
+    return found
+
+
+def _ceiling(model: Model) -> float:
+    past, _ = next(model.spec.cache_pairs)
+    return max(CEILINGS[past.dtype], QUANTIZED_CEILING if model.quantization else 0.0)
+
+
+@dataclass(frozen=True)
+class WidthVariance:
+    """|Δlogit| between the one-token calls and the wider ones over the same text.
+
+    `max_abs` is the largest over `positions` and the vocabulary. A choice between tokens whose logits are closer than
+    `near_tie` (twice that) can be the width's doing; logits that differ by more than `limit` (three times, since
+    `max_abs` is itself only the largest of a sample) can't. Both end at `ceiling`; `sound` says that `max_abs` does.
+    """
+
+    graph: str
+    positions: int
+    widths: tuple[int, ...]
+    max_abs: float
+    logit_std: float
+    ceiling: float
+    near_tie: float
+    limit: float
+    sound: bool
+
+
+def rows_of(decoder: Decoder, text: Tokens, rows: int = 1) -> Logits:
+    """A copy of the logits (R, V) after the last R ≤ `rows` tokens of `text`, with what the cache holds already.
+
+    R is smaller where fewer tokens had to be run. Raises EngineError for NaN or infinite logits.
+    """
+    pending = decoder.sync(text)
+    return _extend(decoder, pending, min(rows, pending.size))
+
+
+def recomputed_rows(decoder: Decoder, text: Tokens, rows: int = 1) -> Logits:
+    """`rows_of` from an empty cache."""
+    decoder.cache.clear()
+    return rows_of(decoder, text, rows)
+
+
+def _extend(decoder: Decoder, tokens: Tokens, rows: int) -> Logits:
+    start = len(decoder.cache)
+    logits = decoder.extend(tokens, rows).copy()
+    if not np.isfinite(logits).all():
+        raise EngineError(f"NaN or infinite logits in a call of {tokens.size} tokens at position {start}")
+    return logits
+
+
+def measure_variance(graph: Graph, corpus: Tokens, speculative_tokens: int) -> WidthVariance:
+    """Compare one-token calls with wider ones (2, K+1, the widest, and one from scratch) over a piece of `corpus`."""
+    decoder = graph.decoder
+    limits = decoder.limits
+    text = corpus[: min(CALIBRATION_TOKENS, limits.max_length)]
+    begin = min(16, text.size // 4)
+    single = np.concatenate(list(_chain(decoder, text, begin, 1)))  # (n - begin, V)
+    widths = sorted(
+        {width for width in (2, speculative_tokens + 1, limits.max_width) if 2 <= width <= limits.max_width}
+    )
+    worst = 0.0
+    for width in widths:
+        done = 0
+        for rows in _chain(decoder, text, begin, width):
+            worst = max(worst, float(np.abs(rows - single[done : done + len(rows)]).max()))
+            done += len(rows)
+    scratch = recomputed_rows(decoder, text, min(limits.max_width, len(single)))
+    worst = max(worst, float(np.abs(scratch - single[-len(scratch) :]).max()))
+    std = float(single.std(axis=1).mean())
+    ceiling = graph.ceiling * std
+    # Where all widths agree to the bit, what float32 can tell apart is still the smallest meaningful difference.
+    base = min(max(worst, 4 * FLOAT_EPS * float(np.abs(single).max())), ceiling)
+    near_tie, limit = min(2 * base, ceiling), min(3 * base, ceiling)
+    return WidthVariance(
+        graph.name, len(single), (1, *widths, text.size), worst, std, ceiling, near_tie, limit, worst <= ceiling
+    )
+
+
+def _chain(decoder: Decoder, text: Tokens, begin: int, width: int) -> Iterator[Logits]:
+    """The logits after each token of `text` from `begin` on, in calls of `width` tokens behind an equal beginning."""
+    decoder.cache.clear()
+    if begin:
+        _extend(decoder, decoder.sync(text[:begin]), 1)
+    for start in range(begin, text.size, width):
+        piece = text[start : start + width]
+        yield _extend(decoder, piece, piece.size)

@@ -1,0 +1,248 @@
+"""Sampling: the tokens that the speculative loop draws have the target's distribution.
+
+At a few fixed prefixes the real loop, with the bundle's own drafters, is run again and again with other seeds. Two
+tests look at the same draws:
+
+* `g`: a G-test of the next tokens at each prefix against reference distributions: of the first token, and of the second
+  and third given that the likeliest proposals before them were accepted. The reference comes from its own call of the
+  loop's width, since a graph's kernels may differ between widths; how far they do is reported apart.
+* `lean`: for every token of every draw, whether it is one that the target favours over the draft, p(x) > q(x), against
+  the probability p gives to that, in the very call that the loop made. An error in acceptance, in q or in the residual
+  moves mass between these two sides, so this finds it with the fewest draws. Where nothing was proposed, the side is
+  "the target's likeliest token".
+
+Both p-values are proven bounds (see gof), so that a sound bundle fails once in 1 / ALPHA runs, over all tests together.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from draftc.runtime.check_draws import MIN_TOKENS, DrawSeries, tapped
+from draftc.runtime.check_numerics import rows_of
+from draftc.runtime.decoder import Decoder
+from draftc.runtime.engine import Tokens
+from draftc.runtime.errors import UsageError
+from draftc.runtime.gof import betting_p_value, detectable_shift, detectable_tv, g_statistic, g_tail_bound
+from draftc.runtime.session import Session
+from draftc.runtime.warp import Sampling, softmax
+
+__all__ = ["ALPHA", "MIN_DRAWS", "SETTINGS", "SamplingCase", "SamplingDetails", "check_sampling"]
+
+ALPHA = 1e-6  # of all tests together
+MIN_DRAWS = 100  # per drafter and setting; with fewer, only gross errors could show, and the part does not pass
+MAX_DRAWS = 4000
+PREFIXES = 3
+PREFIX_TOKENS = 24
+PLANNED_SHARE = 0.8  # of the budget; the rest is for what takes longer than the pilot did
+
+SETTINGS: Mapping[str, Sampling] = {
+    "temperature 1, top-p 0.95, top-k 50": Sampling(temperature=1.0, top_p=0.95, top_k=50),
+    "temperature 0.7, min-p 0.02, penalties": Sampling(
+        temperature=0.7, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2
+    ),
+}
+
+
+@dataclass(frozen=True)
+class SamplingCase:
+    """One drafter under one setting: `draws` of `tokens` in all, of which `proposed` were offered.
+
+    `g` with `dof` degrees of freedom and `lean` (observed minus expected frequency of a token that the target favours)
+    have the p-values `g_p` and `lean_p`, and find total variations of about `g_detects` and `lean_detects`.
+    `impossible` counts tokens to which the target gives no probability at all.
+    """
+
+    method: str
+    setting: str
+    k: int
+    draws: int
+    tokens: int
+    proposed: int
+    accepted: int
+    g: float
+    dof: int
+    g_p: float
+    g_detects: float
+    lean: float
+    lean_p: float
+    lean_detects: float
+    impossible: int
+    passed: bool
+
+
+@dataclass(frozen=True)
+class SamplingDetails:
+    """All cases, and what was measured on the side.
+
+    `alpha_per_test` is ALPHA over the number of tests (Bonferroni). `width_tv` is the largest total variation between
+    the distributions from calls of one token and of the loop's width; `row_dependence` the largest |Δlogit| of a row
+    when later tokens of its call change; `drift` that between the loop's own logits and the reference's, of which
+    `limit` is allowed.
+    """
+
+    alpha: float
+    alpha_per_test: float
+    budget_s: float
+    seconds_per_draw: float
+    prefix_tokens: tuple[int, ...]
+    width_tv: float
+    row_dependence: float
+    drift: float
+    limit: float
+    cases: tuple[SamplingCase, ...]
+
+    @property
+    def enough(self) -> bool:
+        """Whether every case had MIN_DRAWS."""
+        return all(case.draws >= MIN_DRAWS for case in self.cases)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every test passed, on enough draws, with logits that are the reference's."""
+        return self.enough and self.drift <= self.limit and all(case.passed for case in self.cases)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        bad = [case for case in self.cases if not case.passed]
+        if bad:
+            case = min(bad, key=lambda case: min(case.g_p, case.lean_p))
+            what = f"G p ≤ {case.g_p:.1g}, lean {case.lean:+.3f} p ≤ {case.lean_p:.1g}"
+            if case.impossible:
+                what += f", {case.impossible} tokens that the target rules out"
+            return (
+                f"the loop does not draw from the target's distribution in {len(bad)} of {len(self.cases)} cases; "
+                f"worst: {case.method}, {case.setting}: {what} (alarm below {self.alpha_per_test:.1g})"
+            )
+        if self.drift > self.limit:
+            return f"the loop's logits differ from a fresh call's by {self.drift:.3g} (allowed {self.limit:.2g})"
+        fewest = min((case.draws for case in self.cases), default=0)
+        if not self.enough:
+            needed = MIN_DRAWS * len(self.cases) * self.seconds_per_draw / PLANNED_SHARE
+            return (
+                f"not enough draws: {fewest} of the {MIN_DRAWS} needed per case fit into {self.budget_s:.0f} s; "
+                f"allow about {np.ceil(needed):.0f} s"
+            )
+        detects = max(case.lean_detects for case in self.cases)
+        return (
+            f"{sum(case.draws for case in self.cases)} draws in {len(self.cases)} cases fit the target's distribution "
+            f"(smallest p {min(min(case.g_p, case.lean_p) for case in self.cases):.2g}; shifts of {detects:.3f} or "
+            "more would show)"
+        )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is suspicious without being wrong."""
+        return tuple(
+            f"{case.method}, {case.setting}: {case.accepted} of {case.proposed} proposals were accepted"
+            for case in self.cases
+            if case.proposed >= MIN_DRAWS and case.accepted in (0, case.proposed)
+        )
+
+
+def check_sampling(
+    session: Session,
+    prompts: Mapping[str, Sequence[int]],
+    limit: float,
+    *,
+    budget_s: float,
+    seed: int,
+    draws: int | None = None,
+    on_progress: Callable[[float], None],
+) -> SamplingDetails:
+    """Draw at fixed prefixes with every drafter under every setting. `limit` is of |Δlogit| (WidthVariance).
+
+    `draws` per case; default: what `budget_s` seconds allow by a measured step time, at most MAX_DRAWS. The same seed
+    gives the same draws.
+    """
+    k = min(session.manifest.num_speculative_tokens, 3)
+    prefixes = choose_prefixes(session.target, prompts, k)
+    runs = [
+        DrawSeries(method, drafter, name, sampling, k)
+        for method, drafter in session.drafters.items()
+        for name, sampling in SETTINGS.items()
+    ]
+    session.reset()
+    with tapped(session.target) as tap:
+        seconds = [run.seconds_per_draw(session.target, tap, prefixes[0]) for run in runs]
+        planned = draws or int(min(MAX_DRAWS, PLANNED_SHARE * budget_s / sum(seconds)))
+        share = -(-planned // len(prefixes))
+        seeds = iter(range(seed, seed + share * len(prefixes) * len(runs)))
+        blocks = [(prefix, run, cost) for prefix in prefixes for run, cost in zip(runs, seconds, strict=True)]
+        for done, (prefix, run, cost) in enumerate(blocks):
+            run.open_prefix(session.target, prefix, share)
+            # The clock only ends what takes longer than the pilot said: no draw has a say in how many there are.
+            deadline = perf_counter() + (share * cost / PLANNED_SHARE if draws is None else float("inf"))
+            for _ in range(share):
+                draw_seed = next(seeds)
+                if perf_counter() < deadline:
+                    run.record(run.draw(session.target, tap, prefix, draw_seed))
+            on_progress((done + 1) / len(blocks))
+    alpha = ALPHA / (2 * len(runs))
+    return SamplingDetails(
+        alpha=ALPHA,
+        alpha_per_test=alpha,
+        budget_s=budget_s,
+        seconds_per_draw=float(np.mean(seconds)),
+        prefix_tokens=tuple(prefix.size for prefix in prefixes),
+        width_tv=max(run.width_tv for run in runs),
+        row_dependence=max(run.row_dependence for run in runs),
+        drift=max(run.drift for run in runs),
+        limit=limit,
+        cases=tuple(_case(run, alpha) for run in runs),
+    )
+
+
+def choose_prefixes(target: Decoder, prompts: Mapping[str, Sequence[int]], k: int) -> list[Tokens]:
+    """Short prefixes at which a draw says much: a text, and the beginning of its repetition.
+
+    The repetition makes an n-gram drafter propose what followed the first time. It is cut where the target is least
+    sure about that token, p (1 - p) at its largest; the best PREFIXES of `prompts` are taken.
+    """
+    limits = target.limits
+    size = min(PREFIX_TOKENS, limits.max_width, limits.prefill_chunk, (limits.max_length - 2 * (MIN_TOKENS + k)) // 2)
+    scored = []
+    for ids in prompts.values():
+        once = np.asarray(list(ids)[:size], np.int64)
+        if once.size < 2:
+            continue
+        target.cache.clear()
+        rows_of(target, once)
+        rows = rows_of(target, np.concatenate((once, once)), rows=once.size)  # (n, V): after each repeated token
+        shortest = min(4, once.size - 1)  # an n-gram drafter wants a suffix that it has seen
+        p = np.array([softmax(rows[i - 1])[once[i]] for i in range(shortest, once.size)])
+        best = int((p * (1 - p)).argmax())
+        scored.append((float(p[best] * (1 - p[best])), np.concatenate((once, once[: shortest + best]))))
+    if not scored:
+        raise UsageError("none of the prompts has two tokens that fit into this bundle: give longer ones")
+    scored.sort(key=lambda item: -item[0])
+    return [prefix for _, prefix in scored[:PREFIXES]]
+
+
+def _case(run: DrawSeries, alpha: float) -> SamplingCase:
+    """The tests, each at a false alarm rate of `alpha`."""
+    dof = sum(node.cells.size for node in run.nodes)
+    g = sum(g_statistic(node.table, node.p) for node in run.nodes)
+    g_p = g_tail_bound(g, dof)
+    lean_p = betting_p_value(run.events, run.probabilities)
+    return SamplingCase(
+        method=run.method,
+        setting=run.setting,
+        k=run.k,
+        draws=run.draws,
+        tokens=run.tokens,
+        proposed=run.proposed,
+        accepted=run.accepted,
+        g=g,
+        dof=dof,
+        g_p=g_p,
+        g_detects=detectable_tv(run.draws, dof, alpha),
+        lean=float(np.mean(run.events) - np.mean(run.probabilities)) if run.events else 0.0,
+        lean_p=lean_p,
+        lean_detects=detectable_shift(run.probabilities, alpha),
+        impossible=run.impossible,
+        passed=min(g_p, lean_p) >= alpha and run.impossible == 0,
+    )

@@ -1,0 +1,155 @@
+"""The options that several subcommands share: one declaration each, so that they are called and explained alike.
+
+Ranges are checked by the API, whose messages name the value and what is allowed; nothing is checked twice here.
+"""
+
+import inspect
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from draftc.runtime.errors import UsageError
+from draftc.runtime.request import Options
+
+__all__ = [
+    "BundleFolder",
+    "CheckHashes",
+    "Device",
+    "FrequencyPenalty",
+    "IgnoreEos",
+    "MaxNewTokens",
+    "Method",
+    "MinP",
+    "Plain",
+    "PresencePenalty",
+    "Prompts",
+    "RepetitionPenalty",
+    "Seed",
+    "ShowDrafts",
+    "SpeculativeTokens",
+    "Stop",
+    "System",
+    "Temperature",
+    "Threads",
+    "TopK",
+    "TopP",
+    "given",
+    "help_text",
+    "method_of",
+]
+
+SAMPLING = "Sampling"
+SPECULATION = "Speculation"
+ENGINE = "Engine"
+OWN = "Default: the checkpoint's own."
+
+BundleFolder = Annotated[Path, typer.Argument(metavar="OUT", help="The bundle: the output folder of `draftc compile`.")]
+
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE.jsonl",
+        help='One {"id", "prompt"} or {"id", "messages"} a line. Default: eight built-in prompts.',
+    ),
+]
+MaxNewTokens = Annotated[
+    int | None, typer.Option("--max-new-tokens", "-n", help="Stop after this many tokens. Default: what fits.")
+]
+System = Annotated[str | None, typer.Option("--system", help="System prompt of the conversation.")]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", help="End before this text; may be given several times. Default: none.")
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end tokens.")]
+ShowDrafts = Annotated[
+    bool,
+    typer.Option(
+        "--show-drafts",
+        help="Mark where each token came from: accepted proposals green, the target's corrections yellow, bonus tokens "
+        "cyan; without colours as {+accepted+} {!corrected!} {*bonus*}.",
+    ),
+]
+
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", help=f"0 is greedy. {OWN}", rich_help_panel=SAMPLING)
+]
+TopK = Annotated[
+    int | None, typer.Option("--top-k", help=f"Keep the k likeliest tokens; 0 is off. {OWN}", rich_help_panel=SAMPLING)
+]
+TopP = Annotated[
+    float | None,
+    typer.Option("--top-p", help=f"Keep the likeliest tokens of this mass; 1 is off. {OWN}", rich_help_panel=SAMPLING),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        "--min-p", help=f"Drop tokens below this share of the likeliest; 0 is off. {OWN}", rich_help_panel=SAMPLING
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option("--repetition-penalty", help=f"1 is off. {OWN}", rich_help_panel=SAMPLING)
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option("--presence-penalty", help="Default: 0, which is off.", rich_help_panel=SAMPLING)
+]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option("--frequency-penalty", help="Default: 0, which is off.", rich_help_panel=SAMPLING)
+]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", help="Same settings and seed, same text. Default: random.", rich_help_panel=SAMPLING),
+]
+
+SpeculativeTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--num-speculative-tokens",
+        "-k",
+        help="K, tokens proposed per verification. Default: the bundle's.",
+        rich_help_panel=SPECULATION,
+    ),
+]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        metavar="draft_model|ngram",
+        help="Where proposals come from. Default: the bundle's.",
+        rich_help_panel=SPECULATION,
+    ),
+]
+Plain = Annotated[
+    bool, typer.Option("--plain", help="Decode with the target alone, for comparison.", rich_help_panel=SPECULATION)
+]
+
+Device = Annotated[str, typer.Option("--device", help="Where the graphs run.", rich_help_panel=ENGINE)]
+Threads = Annotated[
+    int | None, typer.Option("--threads", help="Threads per graph. Default: one per core.", rich_help_panel=ENGINE)
+]
+CheckHashes = Annotated[
+    bool,
+    typer.Option(
+        "--check-hashes/--no-check-hashes",
+        help="Compare every file with its sha256 (about a second per 1.5 GB).",
+        rich_help_panel=ENGINE,
+    ),
+]
+
+
+def given(**options: Any) -> Options:
+    """The options that were given on the command line: the API knows the others' defaults."""
+    return cast(Options, {name: value for name, value in options.items() if value not in (None, [])})
+
+
+def method_of(method: str | None, plain: bool) -> str | None:
+    """The `method` to ask the API for. Raises UsageError for --plain beside --method."""
+    if plain and method is not None:
+        raise UsageError(f"--plain decodes without a drafter and --method {method} asks for one: give one of the two")
+    return "plain" if plain else method
+
+
+def help_text(docstring: str) -> str:
+    """`docstring` with every paragraph on one line, as a terminal of any width wants it; indented lines are kept."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(text if "\n " in text else text.replace("\n", " ") for text in paragraphs)

@@ -1,0 +1,262 @@
+"""The runtime's subcommands: arguments in, one call of the API, output and exit code out.
+
+Opening a bundle, generating and measuring live in the API; how things are written lives in `console`, `chat` and
+`inspection`. What a command raises becomes one line and an exit code in `cli`.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import draftc.runtime as draftc
+from draftc.runtime import cli_options as cli
+from draftc.runtime import selfcheck
+from draftc.runtime.bundle import open_bundle
+from draftc.runtime.chat import Chat
+from draftc.runtime.console import (
+    AnswerWriter,
+    follow,
+    generation_record,
+    legend,
+    note,
+    print_json,
+    progress,
+    stats_line,
+)
+from draftc.runtime.errors import UsageError
+from draftc.runtime.inspection import bundle_record, print_bundle
+from draftc.runtime.prompts import builtin_prompts, load_prompts
+from draftc.runtime.session import Prompt
+
+__all__ = ["bench", "chat", "inspect", "register", "run", "verify"]
+
+EXIT_FAULT = 1
+EXIT_INTERRUPTED = 130
+
+
+def register(app: typer.Typer) -> None:
+    """Add the runtime's subcommands to `app`."""
+    for command in (run, chat, verify, bench, inspect):
+        text = cli.help_text(command.__doc__ or "")
+        app.command(command.__name__, help=text, short_help=text.partition(".")[0] + ".")(command)
+
+
+def run(
+    out: cli.BundleFolder,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt.")] = None,
+    prompt_file: Annotated[
+        str | None,
+        typer.Option("--prompt-file", metavar="FILE|-", help="Read it from a file, or from standard input (-)."),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--no-chat", help="Put it through the chat template. Default: only with --system."),
+    ] = None,
+    system: cli.System = None,
+    max_new_tokens: cli.MaxNewTokens = None,
+    stop: cli.Stop = None,
+    ignore_eos: cli.IgnoreEos = False,
+    echo: Annotated[bool, typer.Option("--echo", help="Begin the text with the prompt.")] = False,
+    show_drafts: cli.ShowDrafts = False,
+    stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Figures on stderr at the end.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of the text.")] = False,
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: the tokens' log probabilities.")] = False,
+    temperature: cli.Temperature = None,
+    top_k: cli.TopK = None,
+    top_p: cli.TopP = None,
+    min_p: cli.MinP = None,
+    repetition_penalty: cli.RepetitionPenalty = None,
+    presence_penalty: cli.PresencePenalty = None,
+    frequency_penalty: cli.FrequencyPenalty = None,
+    seed: cli.Seed = None,
+    k: cli.SpeculativeTokens = None,
+    method: cli.Method = None,
+    plain: cli.Plain = False,
+    device: cli.Device = "cpu",
+    threads: cli.Threads = None,
+    check_hashes: cli.CheckHashes = True,
+) -> None:
+    """Generate text from a prompt. The text goes to stdout as it is made, figures go to stderr.
+
+    The prompt is taken from standard input where neither -p nor --prompt-file is given; one newline at the end of a
+    file or of standard input is not part of it. Ctrl-C keeps what there is and exits with 130.
+
+    Examples:
+      draftc run out -p "def fib(n):" -n 64
+      draftc run out --chat -p "What is a KV cache?" --show-drafts
+      draftc run out --prompt-file question.txt --temperature 0.7 --seed 1 --json
+    """
+    if logprobs and not json:
+        raise UsageError("--logprobs are part of the JSON output: add --json")
+    if show_drafts and json:
+        raise UsageError("--show-drafts marks the text and --json prints none: give one of the two")
+    options = cli.given(
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        echo=echo,
+        logprobs=logprobs,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        num_speculative_tokens=k,
+        method=cli.method_of(method, plain),
+    )
+    request = _request(_prompt_text(prompt, prompt_file), chat, system)
+    writer = None if json else AnswerWriter(show_drafts)
+    with draftc.open(out, device=device, threads=threads, check_hashes=check_hashes) as session:
+        with session.stream(request, **options) as stream:
+            if writer and show_drafts:
+                legend(writer.coloured)
+            result = follow(stream, writer)
+        sampled = (session.tokenizer.defaults.temperature if temperature is None else temperature) > 0
+    if json:
+        print_json(generation_record(result))
+    if stats:
+        note(stats_line(result, seed=sampled))
+    if result.finish_reason == "cancelled":
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def chat(
+    out: cli.BundleFolder,
+    system: cli.System = None,
+    max_new_tokens: cli.MaxNewTokens = None,
+    stop: cli.Stop = None,
+    show_drafts: cli.ShowDrafts = False,
+    stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Figures on stderr after every answer.")] = False,
+    temperature: cli.Temperature = None,
+    top_k: cli.TopK = None,
+    top_p: cli.TopP = None,
+    min_p: cli.MinP = None,
+    repetition_penalty: cli.RepetitionPenalty = None,
+    presence_penalty: cli.PresencePenalty = None,
+    frequency_penalty: cli.FrequencyPenalty = None,
+    seed: cli.Seed = None,
+    k: cli.SpeculativeTokens = None,
+    method: cli.Method = None,
+    plain: cli.Plain = False,
+    device: cli.Device = "cpu",
+    threads: cli.Threads = None,
+    check_hashes: cli.CheckHashes = True,
+) -> None:
+    """Talk with the model. Each turn prefills only what is new, since the KV cache of the conversation is kept.
+
+    Commands: /help /reset /system TEXT /undo /stats /exit. A line that ends in a backslash goes on in the next one.
+    Ctrl-C stops an answer, which stays in the conversation as far as it got; Ctrl-D ends the chat. When the
+    conversation outgrows the bundle, its oldest turns are forgotten, with a note. Without a terminal, every line of
+    standard input is a message.
+
+    Examples:
+      draftc chat out
+      draftc chat out --system "You answer in one sentence." --temperature 0.7
+    """
+    options = cli.given(
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        num_speculative_tokens=k,
+        method=cli.method_of(method, plain),
+    )
+    with draftc.open(out, device=device, threads=threads, check_hashes=check_hashes) as session:
+        conversation = Chat(session, options, system, show_drafts, stats)
+        if show_drafts:
+            legend(AnswerWriter().coloured)
+        conversation.run()
+
+
+def verify(
+    out: cli.BundleFolder,
+    prompts: cli.Prompts = None,
+    budget: Annotated[float, typer.Option("--budget", help="Seconds for the draws of the sampling test.")] = 60.0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No report, no progress: the exit code tells.")] = False,
+    device: cli.Device = "cpu",
+    threads: cli.Threads = None,
+    check_hashes: cli.CheckHashes = True,
+) -> None:
+    """Check on this machine that speculation loses nothing. Exits with 1 where it does.
+
+    Greedy texts are compared with plain decoding, and every difference is called a near tie or a fault; sampled tokens
+    are tested against the target's exact distribution; caches are rewound and compared with recomputation; prompts of
+    awkward lengths are run.
+
+    Examples:
+      draftc verify out
+      draftc verify out --budget 300 --json > report.json
+    """
+    with draftc.open(out, device=device, threads=threads, check_hashes=check_hashes) as session:
+        cases = builtin_prompts(session) if prompts is None else load_prompts(prompts)
+        with progress(quiet) as on_progress:
+            report = selfcheck.verify(session, prompts=cases, budget_s=budget, seed=seed, on_progress=on_progress)
+    if json:
+        print_json(report.to_dict())
+    elif not quiet:
+        Console(highlight=False).print(selfcheck.render(report))
+    if not report.passed:
+        raise typer.Exit(EXIT_FAULT)
+
+
+def inspect(
+    out: cli.BundleFolder,
+    files: Annotated[bool, typer.Option("--files", help="List every file with its size and sha256.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the whole manifest as JSON.")] = False,
+    check_hashes: cli.CheckHashes = True,
+) -> None:
+    """Show what is in a bundle. Models, precision, lengths, tensors, parity, licences; no graph is loaded.
+
+    Examples:
+      draftc inspect out
+      draftc inspect out --files --no-check-hashes
+      draftc inspect out --json
+    """
+    manifest = open_bundle(out, hashes=check_hashes).manifest
+    if json:
+        print_json(bundle_record(manifest))
+    else:
+        print_bundle(manifest, files)
+
+
+def _prompt_text(prompt: str | None, file: str | None) -> str:
+    """The prompt, from wherever it is. Raises UsageError when it is given twice, nowhere, or not as text."""
+    if prompt is not None and file is not None:
+        raise UsageError("--prompt and --prompt-file both give a prompt: keep one of them")
+    if prompt is not None:
+        return prompt
+    if file is None and sys.stdin.isatty():
+        raise UsageError("no prompt: give -p TEXT or --prompt-file FILE, or pipe it in")
+    try:
+        text = sys.stdin.read() if file in (None, "-") else Path(str(file)).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        source = "standard input" if file in (None, "-") else file
+        raise UsageError(f"{source}: the prompt is not {error.encoding} text, at byte {error.start}") from error
+    return text.removesuffix("\n")
+
+
+def _request(prompt: str, chat: bool | None, system: str | None) -> Prompt:
+    if chat is False and system is not None:
+        raise UsageError("--system is for conversations and --no-chat asks for plain text: give one of the two")
+    if not chat and system is None:
+        return prompt
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return [*messages, {"role": "user", "content": prompt}]
+
+
+def bench(out: cli.BundleFolder) -> None:
+    """Placeholder."""

@@ -1,0 +1,110 @@
+"""One request's random generator and token history: turns logits into tokens, for target and draft alike."""
+
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from draftc.runtime.engine import Logits
+from draftc.runtime.errors import EngineError, UsageError
+from draftc.runtime.warp import Distribution, LogitsMask, Sampling, penalise, warp
+
+__all__ = ["Sampler"]
+
+
+class Sampler:
+    """Warps and draws for one request.
+
+    The history (prompt, then generated tokens) is what penalties and the mask see. `push` and `pop` move its end, so
+    that position i of a proposal is treated as if the tokens before it had been decoded one at a time.
+
+    `seed` None takes fresh entropy; the seed in use is `self.seed`. Raises UsageError when a biased token id is not in
+    the vocabulary.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        vocab_size: int,
+        seed: int | None = None,
+        logits_mask: LogitsMask | None = None,
+    ) -> None:
+        if seed is not None and seed < 0:
+            raise UsageError(f"seed must be 0 or more, got {seed}")
+        for token in sampling.logit_bias:
+            if not 0 <= token < vocab_size:
+                raise UsageError(f"logit_bias names token {token}, outside the vocabulary of {vocab_size}")
+        self.sampling = sampling
+        self.seed = secrets.randbits(63) if seed is None else seed
+        self._rng = np.random.Generator(np.random.PCG64(self.seed))
+        self._mask = logits_mask
+        self._generated: list[int] = []
+        self._generated_counts: Counter[int] = Counter()
+        self._seen_counts: Counter[int] = Counter(prompt)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether tokens are chosen by argmax."""
+        return self.sampling.greedy
+
+    def push(self, token: int) -> None:
+        """Append `token` to the history."""
+        self._generated.append(token)
+        self._generated_counts[token] += 1
+        self._seen_counts[token] += 1
+
+    def pop(self, count: int) -> None:
+        """Take the last `count` tokens off the history."""
+        for _ in range(count):
+            token = self._generated.pop()
+            for counts in (self._generated_counts, self._seen_counts):
+                counts[token] -= 1
+                if counts[token] == 0:
+                    del counts[token]
+
+    def argmax(self, logits: Logits) -> int:
+        """The greedy token for a row of logits (V,) after the history. Raises EngineError on NaN or infinity."""
+        scores = self._scores(logits)
+        token = int(scores.argmax())  # a NaN wins every argmax, so one look at the winner finds it
+        _require_finite(scores[token])
+        return token
+
+    def distribution(self, logits: Logits) -> Distribution:
+        """The warped distribution (V,) for a row of logits (V,). Raises EngineError on NaN or infinity."""
+        scores = self._scores(logits)
+        _require_finite(scores.max())
+        return warp(scores, self.sampling)
+
+    def draw(self, p: Distribution) -> int:
+        """One token from `p` (V,), by inversion of its cumulative sum."""
+        cumulative = np.cumsum(p)
+        # side="right" skips tokens of probability zero; scaling by the last entry absorbs the sum's rounding.
+        token = int(np.searchsorted(cumulative, self.uniform() * cumulative[-1], side="right"))
+        return min(token, int(np.flatnonzero(p)[-1])) if token >= p.size else token
+
+    def uniform(self) -> float:
+        """One draw from [0, 1)."""
+        return float(self._rng.random())
+
+    def _scores(self, logits: Logits) -> Logits:
+        scores = logits
+        if self.sampling.edits_logits:
+            scores = penalise(logits, self.sampling, self._seen_counts, self._generated_counts)
+        if self._mask is not None:
+            allowed = self._mask(self._generated)
+            if allowed is not None:
+                if allowed.shape != logits.shape:
+                    raise UsageError(f"the logits mask has shape {allowed.shape}, expected {logits.shape}")
+                if not allowed.any():
+                    raise UsageError("the logits mask allows no token")
+                scores = np.where(allowed, scores, np.float32(-np.inf))
+        return scores
+
+
+def _require_finite(best: np.float32) -> None:
+    if not np.isfinite(best):
+        raise EngineError(
+            f"the graph returned {best} among its logits: the weights or the precision are broken; run `draftc verify`"
+        )

@@ -1,0 +1,252 @@
+"""The embedding API: open a bundle, generate from it, stream, cancel."""
+
+import asyncio
+import importlib.metadata
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftc.runtime.bundle import open_bundle
+from draftc.runtime.decoder import Decoder, Limits
+from draftc.runtime.drafter import Drafter, ModelDrafter, NgramDrafter
+from draftc.runtime.errors import SessionBusyError, UsageError
+from draftc.runtime.manifest import Manifest, Model
+from draftc.runtime.ort import OrtEngine, check_device
+from draftc.runtime.request import Generation, Options, Request, StreamEvent
+from draftc.runtime.text import Tokenizer
+
+__all__ = ["GenerationStream", "Message", "Prompt", "Session", "open_session"]
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message] | Sequence[int] | NDArray[np.integer[Any]]
+"""A text, a list of chat messages ({"role", "content"}, through the chat template), or token ids as they are."""
+
+VERSION = importlib.metadata.version("draftc")
+T = TypeVar("T")
+
+
+class GenerationStream(Iterator[str]):
+    """Iterates over pieces of text; `events()` over verifications. `result` is there once it is exhausted.
+
+    Leaving it early is fine: `close()` (or the end of a `with` block) makes the session free for the next request.
+    """
+
+    def __init__(
+        self, events: Iterator[StreamEvent], cancel: threading.Event, result: Callable[[], Generation]
+    ) -> None:
+        self._events = events
+        self._cancel = cancel
+        self._result = result
+
+    def __next__(self) -> str:
+        for event in self._events:
+            if event.text:
+                return event.text
+        raise StopIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def events(self) -> Iterator[StreamEvent]:
+        """The verifications, one by one."""
+        return self._events
+
+    def cancel(self) -> None:
+        """Stop after the verification in progress, with finish_reason "cancelled". May be called from any thread."""
+        self._cancel.set()
+
+    def close(self) -> None:
+        """End the request now and free the session."""
+        self._events.close()  # type: ignore[attr-defined]  # a generator
+
+    def drain(self) -> Generation:
+        """Run to the end and return the result."""
+        for _ in self._events:
+            pass
+        return self.result
+
+    @property
+    def result(self) -> Generation:
+        """The whole Generation. Raises UsageError while the stream still runs."""
+        return self._result()
+
+
+class Session:
+    """An open bundle. One request at a time: a second thread gets SessionBusyError and should open its own session.
+
+    Between requests the KV caches are kept, so that a prompt which begins like the last one is not prefilled again.
+    `drafters` by method; "plain" needs none.
+    """
+
+    def __init__(
+        self, manifest: Manifest, tokenizer: Tokenizer, target: Decoder, drafters: Mapping[str, Drafter]
+    ) -> None:
+        self.manifest = manifest
+        self.tokenizer = tokenizer
+        self.target = target
+        self.drafters = drafters
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def decoders(self) -> list[Decoder]:
+        """Every graph of the session, the target first."""
+        return [self.target, *(decoder for drafter in self.drafters.values() for decoder in drafter.decoders)]
+
+    @property
+    def max_speculative_tokens(self) -> int:
+        """The largest K that the bundle's verification width allows."""
+        return self.manifest.max_width - 1
+
+    def close(self) -> None:
+        """Release engines and buffers. Calling it twice is allowed. Raises SessionBusyError during a request."""
+        if not self._closed:
+            with self._exclusive():
+                self._closed = True
+                for decoder in self.decoders:
+                    decoder.close()
+
+    def reset(self) -> None:
+        """Forget the cached prompt: the next request prefills from the start."""
+        with self._exclusive():
+            for decoder in self.decoders:
+                decoder.cache.clear()
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt. Raises UsageError for ids outside the vocabulary or a malformed message."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        items: list[Any] = list(prompt)
+        if items and isinstance(items[0], Mapping):
+            return self.tokenizer.apply_chat_template(items)
+        for i, token in enumerate(items):
+            if not isinstance(token, int | np.integer) or not 0 <= token < self.manifest.vocab_size:
+                raise UsageError(f"prompt[{i}] is {token!r}: expected a token id below {self.manifest.vocab_size}")
+        return [int(token) for token in items]
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
+        """Decode one prompt to its end; see Options.
+
+        Raises UsageError, CapacityError, SessionBusyError, EngineError.
+        """
+        with self.stream(prompt, **options) as stream:
+            return stream.drain()
+
+    async def agenerate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
+        """`generate` in a worker thread; cancelling the task ends the request and leaves the session usable."""
+        with self.stream(prompt, **options) as stream:
+            return await _in_thread(stream.drain, stream)
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> GenerationStream:
+        """Start a request; see Options. Arguments are checked here, work begins with the first `next`."""
+        drafter = self._choose_drafter(options.get("method"))
+        k = self._choose_k(options.get("num_speculative_tokens"))
+        request = Request(self.target, drafter, k, self.tokenizer, self.encode(prompt), options)
+        cancel = threading.Event()
+        return GenerationStream(self._run(request, cancel), cancel, lambda: request.result)
+
+    async def astream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncIterator[str]:
+        """`stream` with each verification in a worker thread."""
+        with self.stream(prompt, **options) as stream:
+            while (piece := await _in_thread(lambda: next(stream, None), stream)) is not None:
+                yield piece
+
+    def _run(self, request: Request, cancel: threading.Event) -> Iterator[StreamEvent]:
+        with self._exclusive():
+            yield from request.run(cancel)
+
+    def _exclusive(self) -> "_Exclusive":
+        if self._closed:
+            raise UsageError("this session is closed: open the bundle again")
+        return _Exclusive(self._lock)
+
+    def _choose_drafter(self, method: str | None) -> Drafter | None:
+        if method is None:
+            method = self.manifest.draft.method
+        if method == "plain":
+            return None
+        if method not in self.drafters:
+            known = ", ".join(["plain", *self.drafters])
+            raise UsageError(f"unknown method {method!r}: this bundle offers {known}")
+        return self.drafters[method]
+
+    def _choose_k(self, k: int | None) -> int:
+        if k is None:
+            return self.manifest.num_speculative_tokens
+        if not 1 <= k <= self.max_speculative_tokens:
+            raise UsageError(
+                f"num_speculative_tokens must be 1 to {self.max_speculative_tokens} for this bundle (compiled for "
+                f"calls of {self.manifest.max_width}), got {k}; method='plain' decodes without speculation"
+            )
+        return k
+
+
+class _Exclusive:
+    """Holds a session's lock, or says at once that it is taken."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise SessionBusyError("this session is generating: finish or close that stream, or open a second session")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def open_session(
+    path: str | Path, *, device: str = "cpu", threads: int | None = None, check_hashes: bool = True
+) -> Session:
+    """Open a bundle. `draftc.runtime.open` is this function.
+
+    `device` is "cpu". `threads` per graph; default: ONNX Runtime's choice, one per physical core. `check_hashes`
+    compares every file with its sha256 (about a second per 1.5 GB); sizes and paths are always checked. Raises
+    BundleError, BackendUnavailableError, UsageError, ResourceError.
+    """
+    check_device(device)
+    bundle = open_bundle(path, hashes=check_hashes)
+    manifest = bundle.manifest
+    tokenizer = Tokenizer.from_folder(bundle.path(manifest.tokenizer.path))
+    limits = Limits(manifest.max_length, manifest.max_width, manifest.prefill_chunk, manifest.vocab_size)
+
+    def decoder(model: Model) -> Decoder:
+        graph = bundle.path(model.graph)
+        widest = max(limits.prefill_chunk, limits.max_width)
+        engine = OrtEngine(
+            graph, model.spec, max_call=widest, max_rows=limits.max_width, device=device, threads=threads
+        )
+        return Decoder(engine, limits)
+
+    draft = manifest.draft
+    drafters: dict[str, Drafter] = {}
+    if draft.method == "draft_model":
+        drafters["draft_model"] = ModelDrafter(decoder(draft.model))
+        drafters["ngram"] = NgramDrafter()  # costs nothing, so every bundle has it
+    else:
+        drafters["ngram"] = NgramDrafter(draft.min_ngram, draft.max_ngram)
+    return Session(manifest, tokenizer, decoder(manifest.target), drafters)
+
+
+async def _in_thread(work: Callable[[], T], stream: GenerationStream) -> T:
+    """Run `work` in a thread. When the task is cancelled, cancel the stream and wait until the thread let go of it."""
+    future = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        stream.cancel()
+        await asyncio.wait([future])
+        raise

@@ -1,0 +1,149 @@
+"""From logits to the distribution that a token is drawn from: penalties → temperature → top-k → top-p → min-p.
+
+The order is transformers'. Every function is pure numpy over one row of the vocabulary, and target and draft go through
+the same ones: rejection sampling is exact only if p and q are the realised, warped distributions.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftc.runtime.engine import Logits
+from draftc.runtime.errors import UsageError
+
+__all__ = ["Distribution", "LogitsMask", "Sampling", "min_p", "nucleus_threshold", "penalise", "softmax", "warp"]
+
+Distribution = NDArray[np.float64]  # (V,), sums to 1
+
+# Given the tokens generated so far, which ids may come next: (V,) bool, or None for all. For structured output.
+LogitsMask = Callable[[Sequence[int]], NDArray[np.bool_] | None]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request turns logits into tokens. The defaults are greedy decoding.
+
+    temperature 0 is greedy: argmax after penalties, bias and mask. top_k 0, top_p 1, min_p 0, repetition_penalty 1,
+    presence_penalty 0 and frequency_penalty 0 each mean "off". `logit_bias` maps token id to an added logit
+    (-inf forbids a token). Raises UsageError when a value is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        def require(name: str, holds: bool, allowed: str) -> None:
+            if not holds:
+                raise UsageError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+
+        require("temperature", 0 <= self.temperature < math.inf, "a finite number of 0 (greedy) or more")
+        require("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "a whole number of 0 (off) or more")
+        require("top_p", 0 < self.top_p <= 1, "in (0, 1]")
+        require("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
+        require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number above 0")
+        require("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
+        require("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number")
+        require(
+            "logit_bias",
+            all(not math.isnan(value) and value < math.inf for value in self.logit_bias.values()),
+            "finite numbers or -inf",
+        )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether tokens are chosen by argmax."""
+        return self.temperature == 0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits change before the temperature, so that the history matters."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or bool(self.logit_bias)
+        )
+
+
+def penalise(logits: Logits, sampling: Sampling, seen: Mapping[int, int], generated: Mapping[int, int]) -> Logits:
+    """A copy of `logits` (V,) with repetition, presence and frequency penalties and the logit bias applied.
+
+    `seen` counts the tokens of prompt and output, `generated` those of the output alone. Repetition (Keskar et al.
+    2019, CTRL, section 4.1): positive logits of seen tokens are divided by the penalty, negative ones multiplied.
+    Presence and frequency: logit -= presence * [count > 0] + frequency * count, over the output alone.
+    """
+    scores = logits.copy()
+    if sampling.repetition_penalty != 1 and seen:
+        ids = np.fromiter(seen, np.int64, len(seen))
+        chosen = scores[ids]
+        factor = np.float32(sampling.repetition_penalty)
+        scores[ids] = np.where(chosen > 0, chosen / factor, chosen * factor)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and generated:
+        ids = np.fromiter(generated, np.int64, len(generated))
+        counts = np.fromiter(generated.values(), np.float32, len(generated))
+        scores[ids] -= np.float32(sampling.presence_penalty) + np.float32(sampling.frequency_penalty) * counts
+    for token, bias in sampling.logit_bias.items():
+        scores[token] += np.float32(bias)
+    return scores
+
+
+def softmax(scores: Logits) -> Distribution:
+    """exp(scores) / Σ exp(scores) over (V,), summed in double precision."""
+    p: Distribution = np.exp(scores - scores.max()).astype(np.float64)
+    p /= p.sum()
+    return p
+
+
+def top_k(scores: Logits, k: int) -> Logits:
+    """`scores` with everything below the k-th largest at -inf; ties with the k-th stay."""
+    if k == 0 or k >= scores.size:
+        return scores
+    kth = np.partition(scores, scores.size - k)[scores.size - k]
+    kept: Logits = np.where(scores >= kth, scores, np.float32(-np.inf))
+    return kept
+
+
+def nucleus_threshold(p: Distribution, mass: float) -> float:
+    """The largest t with Σ p[p >= t] >= mass: the nucleus of top-p (Holtzman et al. 2020) is {p >= t}, ties included.
+
+    The head of the distribution is found by partition, 64 times more of it each time it holds too little; no full sort.
+    """
+    size = min(64, p.size)
+    while True:
+        head = np.sort(np.partition(p, p.size - size)[p.size - size :])[::-1]
+        reached = np.searchsorted(np.cumsum(head), mass)
+        if reached < size:
+            return float(head[reached])
+        if size == p.size:  # rounding left the sum of all just under `mass`
+            return 0.0
+        size = min(size * 64, p.size)
+
+
+def min_p(p: Distribution, ratio: float) -> Distribution:
+    """`p` without tokens of less than `ratio` times the largest probability (Nguyen et al. 2024); not renormalised."""
+    return np.where(p >= ratio * p.max(), p, 0.0)
+
+
+def warp(scores: Logits, sampling: Sampling) -> Distribution:
+    """The distribution (V,) that a token is drawn from, given penalised `scores` (V,) and a temperature above 0."""
+    # Shifted before the division, so that the largest logit never overflows, however small the temperature.
+    temperature = np.float32(min(max(sampling.temperature, 1e-30), 1e30))
+    with np.errstate(over="ignore"):  # far below the largest: -inf, and a probability of zero, is right
+        shifted = (scores - scores.max()) / temperature
+    p = softmax(top_k(shifted, sampling.top_k))
+    if sampling.top_p < 1:
+        p[p < nucleus_threshold(p, sampling.top_p)] = 0.0
+    if sampling.min_p > 0:
+        p = min_p(p, sampling.min_p)
+    if sampling.top_p < 1 or sampling.min_p > 0:
+        p /= p.sum()
+    return p

@@ -1,0 +1,383 @@
+"""The ONNX Runtime engine, on a graph of one layer that is small enough to be spelled out in numpy."""
+
+import ctypes
+import importlib.metadata
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from draftc.runtime.decoder import Decoder, Limits
+from draftc.runtime.engine import Logits, Tokens
+from draftc.runtime.errors import BackendUnavailableError, BundleError, EngineError, ResourceError, UsageError
+from draftc.runtime.graphio import GraphSpec, TensorSpec
+from draftc.runtime.ort import OrtEngine, check_device, load_onnxruntime
+from tests.runtime.fakes import tokens
+
+VOCAB, LENGTH, DIM = 11, 40, 4  # V, L, D
+MAX_WIDTH = 5
+SPEC = GraphSpec.decoder([(1, DIM, DIM)], LENGTH, VOCAB, "float32")
+RNG = np.random.default_rng(0)
+KEYS, VALUES = (RNG.standard_normal((VOCAB, DIM)).astype(np.float32) for _ in range(2))  # (V, D)
+HEAD = RNG.standard_normal((DIM, VOCAB)).astype(np.float32)  # (D, V)
+WEIGHTS = np.linspace(1.0, 0.2, LENGTH, dtype=np.float32)  # (L,), so that order matters
+
+
+def tiny_graph(
+    path: Path,
+    rename: dict[str, str] | None = None,
+    vocab: int = VOCAB,
+    kv_type: int = TensorProto.FLOAT,
+    length: int | str = LENGTH,
+) -> Path:
+    """A decoder graph: logits[s] = (Σ_{l <= position of s} weight[l] * (key[l] + value[l])) @ head."""
+    constants: dict[str, NDArray[Any]] = {
+        "keys": KEYS,
+        "values": VALUES,
+        "head": np.resize(HEAD, (DIM, vocab)),
+        "weights": WEIGHTS,
+        "slots": np.arange(LENGTH, dtype=np.int64),
+        "axis1": np.array([1], np.int64),
+        "zero": np.array(0, np.int64),
+        "one": np.array(1, np.int64),
+        "scalar": np.array([0], np.int64),
+    }
+    node = helper.make_node
+    nodes = [
+        *(
+            step
+            for part, table in (("key", "keys"), ("value", "values"))
+            for step in (
+                node("Gather", [table, "input_ids"], [f"{part}.rows"]),  # (B, S, D)
+                node("Unsqueeze", [f"{part}.rows", "axis1"], [f"{part}.new"]),  # (B, 1, S, D)
+                node("Cast", [f"{part}.new"], [f"{part}.cast"], to=kv_type),
+                node(
+                    "TensorScatter",
+                    [f"past_key_values.0.{part}", f"{part}.cast", "write_index"],
+                    [f"present.0.{part}"],
+                    axis=2,
+                ),
+                node("Cast", [f"present.0.{part}"], [f"{part}.float"], to=1),
+                node("Squeeze", [f"{part}.float", "axis1"], [f"{part}.all"]),  # (B, L, D)
+            )
+        ),
+        node("Add", ["key.all", "value.all"], ["state"]),
+        node("Shape", ["input_ids"], ["width"], start=1, end=2),
+        node("Squeeze", ["width"], ["width.scalar"]),
+        node("Range", ["zero", "width.scalar", "one"], ["offsets"]),
+        node("Add", ["offsets", "write_index"], ["positions"]),  # (S,), B = 1
+        node("Unsqueeze", ["positions", "axis1"], ["positions.column"]),
+        node("LessOrEqual", ["slots", "positions.column"], ["visible"]),  # (S, L)
+        node("Cast", ["visible"], ["visible.float"], to=1),
+        node("Mul", ["visible.float", "weights"], ["mixing"]),
+        node("MatMul", ["mixing", "state"], ["hidden"]),  # (B, S, D)
+        node("Squeeze", ["logit_positions", "scalar"], ["chosen"]),  # (R,)
+        node("Gather", ["hidden", "chosen"], ["hidden.chosen"], axis=1),  # (B, R, D)
+        node("MatMul", ["hidden.chosen", "head"], ["logits"]),
+    ]
+    cache: list[str | int | None] = ["B", 1, length, DIM]
+    parts = ("key", "value")
+    graph = helper.make_graph(
+        nodes,
+        "tiny",
+        [
+            helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["B", "S"]),
+            helper.make_tensor_value_info("write_index", TensorProto.INT64, ["B"]),
+            helper.make_tensor_value_info("logit_positions", TensorProto.INT64, ["B", "R"]),
+            *(helper.make_tensor_value_info(f"past_key_values.0.{part}", kv_type, cache) for part in parts),
+        ],
+        [
+            helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["B", "R", vocab]),
+            *(helper.make_tensor_value_info(f"present.0.{part}", kv_type, cache) for part in parts),
+        ],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    for before, after in (rename or {}).items():
+        for step in graph.node:
+            step.input[:] = [after if name == before else name for name in step.input]
+            step.output[:] = [after if name == before else name for name in step.output]
+        for tensor in (*graph.input, *graph.output):
+            tensor.name = after if tensor.name == before else tensor.name
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10)
+    onnx.checker.check_model(model)
+    onnx.save(model, str(path))
+    return path
+
+
+def expected(text: Tokens, rows: int) -> Logits:
+    """Logits of the last `rows` tokens, from the text alone."""
+    state = (KEYS + VALUES)[text] * WEIGHTS[: text.size, None]
+    logits: Logits = np.cumsum(state, axis=0)[text.size - rows :] @ HEAD
+    return logits
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_graph(tmp_path_factory.mktemp("graph") / "model.onnx")
+
+
+def open_engine(path: Path, spec: GraphSpec = SPEC, **options: Any) -> OrtEngine:
+    return OrtEngine(path, spec, **{"max_call": 16, "max_rows": MAX_WIDTH, "threads": 1, **options})
+
+
+def buffer(address: int) -> NDArray[np.float32]:
+    """The cache (L, D) at `address`, read from memory rather than through ONNX Runtime."""
+    raw: Any = (ctypes.c_float * (LENGTH * DIM)).from_address(address)
+    return np.ctypeslib.as_array(raw).reshape(LENGTH, DIM)
+
+
+def test_a_call_writes_its_tokens_where_it_is_told_and_nothing_else(graph: Path) -> None:
+    engine = open_engine(graph)
+    address = engine.kv_addresses["past_key_values.0.key"]
+    assert (buffer(address) == 0).all()
+    engine.forward(tokens(1, 2, 3), 0, 1)
+    engine.forward(tokens(4, 5), 2, 1)  # over the third
+    np.testing.assert_array_equal(buffer(address)[:4], KEYS[[1, 2, 4, 5]])
+    np.testing.assert_array_equal(buffer(engine.kv_addresses["past_key_values.0.value"])[:4], VALUES[[1, 2, 4, 5]])
+    assert (buffer(address)[4:] == 0).all()
+    engine.close()
+
+
+def test_rewinds_and_alternating_widths_are_recomputation(graph: Path) -> None:
+    """Through the decoder: any text after any other, at any width, and never another buffer."""
+    engine = open_engine(graph)
+    decoder = Decoder(engine, Limits(LENGTH - MAX_WIDTH, MAX_WIDTH, 16, VOCAB))
+    addresses = engine.kv_addresses
+    rng = np.random.default_rng(1)
+    text = tokens(1)
+    for step in range(150):
+        keep = int(rng.integers(1, text.size + 1))
+        tail = rng.integers(0, VOCAB, int(rng.integers(0, 20)))
+        text = np.concatenate((text[:keep], tail))[: LENGTH - MAX_WIDTH]
+        proposal = rng.integers(0, VOCAB, step % MAX_WIDTH)
+        pending = decoder.sync(text, upcoming=proposal.size)
+        logits = decoder.extend(np.concatenate((pending, proposal)), rows=proposal.size + 1)
+        everything = np.concatenate((text, proposal))
+        np.testing.assert_allclose(logits, expected(everything, proposal.size + 1), rtol=1e-4, atol=1e-4)
+        assert engine.kv_addresses == addresses
+    assert len(set(addresses.values())) == len(addresses) == 2
+    engine.close()
+
+
+def test_the_last_call_may_end_at_the_end_of_the_buffer(graph: Path) -> None:
+    engine = open_engine(graph)
+    text = np.arange(LENGTH) % VOCAB
+    for start in range(0, LENGTH, 8):
+        logits = engine.forward(text[start : start + 8], start, MAX_WIDTH)
+    np.testing.assert_allclose(logits, expected(text, MAX_WIDTH), rtol=1e-4, atol=1e-4)
+    with pytest.raises(EngineError, match=f"failed on 2 tokens at {LENGTH - 1}"):
+        engine.forward(tokens(1, 2), LENGTH - 1, 1)
+    # A failed call leaves the engine usable.
+    np.testing.assert_allclose(engine.forward(text[:8], 0, 1), expected(text[:8], 1), rtol=1e-4, atol=1e-4)
+
+
+def test_logits_are_a_view_of_one_buffer(graph: Path) -> None:
+    engine = open_engine(graph)
+    first = engine.forward(tokens(1, 2), 0, 2)
+    second = engine.forward(tokens(3), 2, 1)
+    assert np.shares_memory(first, second)
+    assert first.shape == (2, VOCAB)
+    assert first.dtype == np.float32
+
+
+def test_a_repeated_width_is_bound_once(graph: Path) -> None:
+    """A step of the loop binds nothing: the two widths that it alternates between are kept."""
+    engine = open_engine(graph, max_call=40)
+    bindings = [engine._bindings]
+    for start in range(0, 30, 5):
+        engine.forward(tokens(1, 2, 3, 4), start, 4)
+        engine.forward(tokens(5), start + 4, 1)
+    assert set(bindings[0]) == {(4, 4), (1, 1)}
+    kept = dict(bindings[0])
+    engine.forward(tokens(1, 2, 3, 4), 30, 4)
+    assert engine._bindings == kept
+
+
+def test_half_precision_caches(tmp_path: Path) -> None:
+    spec = GraphSpec.decoder([(1, DIM, DIM)], LENGTH, VOCAB, "float16")
+    engine = open_engine(tiny_graph(tmp_path / "half.onnx", kv_type=TensorProto.FLOAT16), spec)
+    engine.forward(tokens(1, 2, 3), 0, 1)
+    logits = engine.forward(tokens(4), 3, 1)
+    np.testing.assert_allclose(logits, expected(tokens(1, 2, 3, 4), 1), rtol=1e-2, atol=1e-2)
+
+
+def test_closing_twice(graph: Path) -> None:
+    engine = open_engine(graph)
+    engine.close()
+    engine.close()
+    assert engine.kv_addresses == {}
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"not a graph at all", b"\x08\x0a" * 50, bytes(range(256)) * 40],
+    ids=["empty", "text", "protobuf", "bytes"],
+)
+def test_bytes_that_are_no_graph(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+    with pytest.raises(BundleError, match=r"cannot load model\.onnx: .+") as caught:
+        open_engine(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_truncated_graph(graph: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(graph.read_bytes()[:-100])
+    with pytest.raises(BundleError, match=r"cannot load model\.onnx"):
+        open_engine(path)
+
+
+def test_a_missing_graph(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"cannot load model\.onnx"):
+        open_engine(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize(
+    ("rename", "kind"),
+    [
+        ({"write_index": "past_length"}, "inputs"),
+        ({"past_key_values.0.key": "past.0.key"}, "inputs"),
+        ({"logits": "scores"}, "outputs"),
+        ({"present.0.value": "present.1.value"}, "outputs"),
+    ],
+)
+def test_a_graph_with_other_names(tmp_path: Path, rename: dict[str, str], kind: str) -> None:
+    path = tiny_graph(tmp_path / "model.onnx", rename)
+    with pytest.raises(BundleError, match=rf"the graph's {kind} are not those of bundle\.json"):
+        open_engine(path)
+
+
+def test_a_graph_with_other_shapes_or_types(graph: Path, tmp_path: Path) -> None:
+    def with_cache(shape: tuple[int | str, ...], dtype: str = "float32") -> GraphSpec:
+        def change(tensor: TensorSpec) -> TensorSpec:
+            is_cache = tensor.name.endswith(".value")
+            return replace(tensor, shape=shape, dtype=dtype) if is_cache else tensor
+
+        return GraphSpec(tuple(map(change, SPEC.inputs)), tuple(map(change, SPEC.outputs)))
+
+    for spec, said in (
+        (with_cache(("B", 1, LENGTH + 1, DIM)), rf"bundle\.json says float32 \['B', 1, {LENGTH + 1}, {DIM}\]"),
+        (with_cache(("B", 1, LENGTH, DIM, 1)), r"bundle\.json says float32 .*1\]"),
+        (with_cache(("B", 1, LENGTH, DIM), "float16"), r"bundle\.json says float16"),
+    ):
+        with pytest.raises(BundleError, match=rf"input past_key_values\.0\.value is tensor\(float\) .*{said}"):
+            open_engine(graph, spec)
+    with pytest.raises(BundleError, match=rf"output logits is .*13\], bundle\.json says .*{VOCAB}\]"):
+        open_engine(tiny_graph(tmp_path / "wide.onnx", vocab=13))
+
+
+def test_caches_of_a_type_that_this_backend_cannot_hold(graph: Path) -> None:
+    with pytest.raises(BackendUnavailableError, match="bfloat16"):
+        open_engine(graph, GraphSpec.decoder([(1, DIM, DIM)], LENGTH, VOCAB, "bfloat16"))
+
+
+def test_caches_that_do_not_fit_into_memory(tmp_path: Path) -> None:
+    length = 2**45
+    path = tiny_graph(tmp_path / "model.onnx", length="L")  # a graph may leave L open, bundle.json names it
+    with pytest.raises(ResourceError, match=r"no memory for KV buffers of 1,073,741,824 MiB.*smaller --max-length"):
+        open_engine(path, GraphSpec.decoder([(1, DIM, DIM)], length, VOCAB, "float32"))
+
+
+@pytest.mark.parametrize("device", ["cuda", "tpu", "CPU", ""])
+def test_an_unknown_device(graph: Path, device: str) -> None:
+    with pytest.raises(UsageError, match=f"unknown device '{device}': this backend serves cpu"):
+        open_engine(graph, device=device)
+    with pytest.raises(UsageError, match="unknown device"):
+        check_device(device)
+
+
+@pytest.mark.parametrize("threads", [0, -1])
+def test_threads_below_one(graph: Path, threads: int) -> None:
+    with pytest.raises(UsageError, match=f"threads must be 1 or more, got {threads}"):
+        open_engine(graph, threads=threads)
+
+
+# --- the process around it -------------------------------------------------------------------------------------------
+
+
+def two_packages(name: str) -> str:
+    if name in ("onnxruntime", "onnxruntime-gpu"):
+        return name
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
+def test_a_double_install_is_detected(monkeypatch: pytest.MonkeyPatch, graph: Path) -> None:
+    monkeypatch.setattr(importlib.metadata, "distribution", two_packages)
+    with pytest.raises(BackendUnavailableError, match=r"both installed.*pip uninstall -y onnxruntime onnxruntime-gpu"):
+        open_engine(graph)
+
+
+def test_a_single_install_of_either_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only(wanted: str) -> Callable[[str], str]:
+        def distribution(name: str) -> str:
+            if name != wanted:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return name
+
+        return distribution
+
+    for name in ("onnxruntime", "onnxruntime-gpu"):
+        monkeypatch.setattr(importlib.metadata, "distribution", only(name))
+        assert load_onnxruntime() is ort
+
+
+def test_a_missing_onnxruntime_says_what_to_install(monkeypatch: pytest.MonkeyPatch, graph: Path) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(BackendUnavailableError, match=r"pip install 'draftc\[cpu\]' or 'draftc\[gpu\]'"):
+        open_engine(graph)
+
+
+def test_nothing_process_wide_is_changed(graph: Path) -> None:
+    """An ordinary InferenceSession, with its own thread pool, opens and runs beside and after an engine."""
+    environment = dict(os.environ)
+    root = logging.getLogger()
+    configuration = (
+        root.level,
+        list(root.handlers),
+        logging.root.manager.disable,
+        list(logging.Logger.manager.loggerDict),
+    )
+    hooks = (sys.excepthook, threading.excepthook)
+    engine = open_engine(graph, threads=None)
+    engine.forward(tokens(1, 2), 0, 1)
+
+    def ordinary() -> None:
+        for threads in (0, 2):
+            options = ort.SessionOptions()
+            options.intra_op_num_threads = threads
+            session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+            cache = np.zeros((1, 1, LENGTH, DIM), np.float32)
+            feeds = {"input_ids": [[1, 2]], "write_index": [0], "logit_positions": [[1]]}
+            logits, *_ = session.run(
+                ["logits"],
+                {name: np.array(value, np.int64) for name, value in feeds.items()}
+                | {"past_key_values.0.key": cache, "past_key_values.0.value": cache},
+            )
+            np.testing.assert_allclose(logits[0], expected(tokens(1, 2), 1), rtol=1e-4, atol=1e-4)
+
+    ordinary()
+    engine.close()
+    ordinary()
+    assert dict(os.environ) == environment
+    assert (
+        root.level,
+        list(root.handlers),
+        logging.root.manager.disable,
+        list(logging.Logger.manager.loggerDict),
+    ) == configuration
+    assert (sys.excepthook, threading.excepthook) == hooks

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from draftc.export import hub
 from draftc.export.configs import ModelShape, model_shape
-from draftc.export.weights import Weights, find_weights, fingerprint, read_weights
+from draftc.export.weights import Weights, find_weights, fingerprint, one_line, read_weights
 from draftc.runtime.errors import CheckpointError, ResourceError
 
 if TYPE_CHECKING:
@@ -134,7 +134,8 @@ def load(
         from draftc.export.gguf_model import load_model, model_shapes
 
         file = GgufFile(info.source.location)
-        model = load_model(file, info.config, progress)
+        with one_line(info.source.name, "its weights"):
+            model = load_model(file, info.config, progress)
         info = _with_sizes(info, model_shapes(file, bool(info.config.tie_word_embeddings)))
         files: tuple[Path, ...] = (info.source.location,)
     else:
@@ -186,7 +187,10 @@ def _peek_gguf(source: Source) -> CheckpointInfo:
     from draftc.export.gguf_model import HEAD, build_config, build_generation_config, build_tokenizer, model_shapes
 
     file = GgufFile(source.location)
-    config = build_config(file)
+    with one_line(source.name, "its metadata"):
+        config = build_config(file)
+        tokenizer = build_tokenizer(file)
+        generation_config = build_generation_config(file)
     _check_supported(config)
     tied = bool(config.tie_word_embeddings)
     notes = (
@@ -197,8 +201,8 @@ def _peek_gguf(source: Source) -> CheckpointInfo:
     return _info(
         source,
         config,
-        build_tokenizer(file),
-        build_generation_config(file),
+        tokenizer,
+        generation_config,
         Weights(model_shapes(file, tied), sum(tensor.nbytes for tensor in file.tensors.values())),
         licence=file.metadata.get("general.license"),
         notes=notes,

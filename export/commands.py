@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from draftc.runtime.cli_options import help_text
 from draftc.runtime.errors import UsageError
 from draftc.runtime.manifest import Manifest, to_json
 
@@ -21,8 +22,8 @@ PRECISIONS = ("fp32", "int8", "int4")
 
 def register(app: typer.Typer) -> None:
     """Add the compiler's commands to `app`."""
-    app.command("compile")(compile_)
-    app.command("fetch")(fetch)
+    app.command("compile", help=help_text(compile_.__doc__ or ""))(compile_)
+    app.command("fetch", help=help_text(fetch.__doc__ or ""))(fetch)
 
 
 def compile_(
@@ -36,10 +37,10 @@ def compile_(
     recipe: Annotated[
         str | None, typer.Option(help="A tested pair of the catalog instead of --target/--draft.")
     ] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32, int8 or int4 (weights).  [default: fp32]")] = None,
-    k: Annotated[int | None, typer.Option("-k", help="Tokens drafted per verification.  [default: 4]")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, int8 or int4 (weights). Default: fp32.")] = None,
+    k: Annotated[int | None, typer.Option("-k", help="Tokens drafted per verification. Default: 4.")] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and answer together.  [default: 2048, or the model's context]")
+        int | None, typer.Option(help="Tokens of prompt and answer together. Default: 2048, or the model's context.")
     ] = None,
     max_width: Annotated[int, typer.Option(help="Widest verification; K can be set up to one less at run time.")] = 32,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per prefill call.")] = 256,
@@ -50,7 +51,7 @@ def compile_(
     quantize_embedding: Annotated[bool, typer.Option(help="Quantize the embedding table too (int4 only).")] = False,
     min_ngram: Annotated[int, typer.Option(help="Shortest suffix that the n-gram drafter looks up.")] = 2,
     max_ngram: Annotated[int, typer.Option(help="Longest suffix that the n-gram drafter looks up.")] = 4,
-    name: Annotated[str | None, typer.Option(help="Name of the bundle.  [default: the folder's name]")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the bundle. Default: the folder's name.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the bundle at --out.")] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run model code of the source.")
@@ -120,7 +121,7 @@ def compile_(
 
 def fetch(
     name: Annotated[str | None, typer.Argument(help="A recipe or a model of the catalog.", show_default=False)] = None,
-    dest: Annotated[Path | None, typer.Option(help="Where to put it.  [default: ~/.cache/draftc-models]")] = None,
+    dest: Annotated[Path | None, typer.Option(help="Where to put it. Default: ~/.cache/draftc-models.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print {name: path} as JSON.")] = False,
 ) -> None:
     """Download the sources of a tested pair, checked against their sha256. Without NAME: list the catalog.

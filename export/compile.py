@@ -80,6 +80,8 @@ class CompileOptions:
         if not 1 <= self.num_speculative_tokens < self.max_width:
             allowed = f"1 to {self.max_width - 1} (below max_width {self.max_width})"
             raise UsageError(f"num_speculative_tokens must be {allowed}, got {self.num_speculative_tokens}")
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise UsageError(f"n-grams need 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}")
         if self.prefill_chunk < 1:
             raise UsageError(f"prefill_chunk must be 1 or more, got {self.prefill_chunk}")
 
@@ -163,14 +165,17 @@ def _build(
     del checkpoint
     gc.collect()
 
-    ir.save(lower(ir.load(captured.path), BACKEND), captured.path)  # the same weight file, not written again
+    lowered = captured.path.with_name("lowered.onnx")
+    ir.save(lower(ir.load(captured.path), BACKEND), lowered)  # refers to the same weight file
     with reporter.stage(f"{role}: parity with eager"):
-        logits = _run(captured.path, captured.spec, limits, tokens, options.num_speculative_tokens)
+        logits = _run(lowered, captured.spec, limits, tokens, options.num_speculative_tokens)
         comparison = parity.compare(expected, logits, captured.spec.vocab_rows)
         tolerance = parity.check_capture(info.source.name, comparison)
         reports = [_report(role, "capture", info, comparison, tolerance)]
     quantization = None
-    if options.scheme:
+    if options.scheme is None:
+        lowered.replace(captured.path)
+    else:
         quantization = _quantize(role, captured, options.scheme, folder, reporter)
         with reporter.stage(f"{role}: parity with float"):
             path = folder / role / "model.onnx"
@@ -267,9 +272,8 @@ def _report(
 def _manifest(
     options: CompileOptions, limits: Limits, target: CheckpointInfo, built: list[_Built], pair: PairReport | None
 ) -> Manifest:
-    draft: Draft = NgramDraft(min_ngram=options.min_ngram, max_ngram=options.max_ngram)
-    if len(built) == 2:
-        draft = DraftModel(model=built[1].model)
+    ngrams = {"min_ngram": options.min_ngram, "max_ngram": options.max_ngram}
+    draft: Draft = DraftModel(model=built[1].model, **ngrams) if len(built) == 2 else NgramDraft(**ngrams)
     return Manifest(
         draftc_version=importlib.metadata.version("draftc"),
         name=options.name or options.out.resolve().name,

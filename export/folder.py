@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from draftc.export.weights import read_json
+from draftc.export.weights import one_line, read_json
 from draftc.runtime.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def read_config(source: "Source") -> PreTrainedConfig:
         raise UnsupportedModelError(
             f"{source.name}: its weights are quantized ({method}); pass the unquantized model, draftc quantizes it"
         )
-    with one_line(source, "its config.json"):
+    with one_line(source.name, "its config.json"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             source.location, trust_remote_code=source.trust_remote_code, local_files_only=True
         )
@@ -73,7 +73,7 @@ def read_tokenizer(source: "Source") -> PreTrainedTokenizerFast:
         raise CheckpointError(
             f"{source.name}: no tokenizer: looked for {', '.join(TOKENIZER_FILES)}; save it beside the weights"
         )
-    with one_line(source, "its tokenizer"):
+    with one_line(source.name, "its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             source.location, trust_remote_code=source.trust_remote_code, local_files_only=True
         )
@@ -89,7 +89,7 @@ def read_tokenizer(source: "Source") -> PreTrainedTokenizerFast:
 
 def read_generation_config(source: "Source", config: PreTrainedConfig) -> GenerationConfig:
     """The folder's generation_config.json, or what the config says about generation."""
-    with one_line(source, "its generation_config.json"):
+    with one_line(source.name, "its generation_config.json"):
         if (source.location / "generation_config.json").is_file():
             return GenerationConfig.from_pretrained(source.location, local_files_only=True)
         return GenerationConfig.from_model_config(config)
@@ -107,7 +107,7 @@ def read_licence(source: "Source") -> str | None:
 
 def load_model(source: "Source", config: PreTrainedConfig) -> PreTrainedModel:
     """The fp32 model; raises CheckpointError if the files do not fill every parameter."""
-    with one_line(source, "its weights"), no_progress_bars():
+    with one_line(source.name, "its weights"), no_progress_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location,
             config=config,
@@ -124,18 +124,6 @@ def load_model(source: "Source", config: PreTrainedConfig) -> PreTrainedModel:
             "download it again"
         )
     return model
-
-
-@contextmanager
-def one_line(source: "Source", what: str) -> Iterator[None]:
-    """Turn any failure of transformers' readers into one line that names the source and the first cause."""
-    try:
-        yield
-    except (CheckpointError, MemoryError):
-        raise
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError, RuntimeError and others here
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{source.name}: {what} cannot be read ({cause}); download it again") from error
 
 
 @contextmanager

@@ -119,6 +119,11 @@ def build_config(file: GgufFile) -> Any:
         for key, (name, of_type) in CONFIG_KEYS.items()
         if key != "attention.head_count_kv"
     }
+    if values["num_hidden_layers"] > len(file.tensors):
+        raise CheckpointError(
+            f"{file.path}: corrupt GGUF: {values['num_hidden_layers']} layers, but {len(file.tensors)} tensors; "
+            "download it again"
+        )
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = file.get(f"{prefix}.attention.head_count_kv", int, heads)
     head_dim = file.get(f"{prefix}.attention.key_length", int, values["hidden_size"] // max(1, heads))
@@ -141,9 +146,9 @@ def build_config(file: GgufFile) -> Any:
         vocab_size=rows,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
         tie_word_embeddings=tied_head(file, sampling),
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=file.metadata.get("tokenizer.ggml.eos_token_id"),
-        pad_token_id=file.metadata.get("tokenizer.ggml.padding_token_id"),
+        bos_token_id=_special_id(file, "bos"),
+        eos_token_id=_special_id(file, "eos"),
+        pad_token_id=_special_id(file, "padding"),
     )
 
 
@@ -245,7 +250,7 @@ def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
 
     kind = file.get("tokenizer.ggml.model", str)
     special = {
-        f"{role}_token": file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        f"{role}_token": _special_id(file, key)
         for role, key in {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}.items()
     }
     if kind == "llama":
@@ -274,7 +279,7 @@ def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     for token, code in zip(tokens, types, strict=True):  # in order of ids
         if code in (CONTROL, USER_DEFINED):
             tokenizer.add_tokens([AddedToken(token, normalized=False, special=code == CONTROL)])
-    named = {role: tokens[index] for role, index in special.items() if index is not None and index < len(tokens)}
+    named = {role: tokens[index] for role, index in special.items() if index is not None}
     if file.get("tokenizer.ggml.add_bos_token", bool, llama3) and "bos_token" in named:
         bos = named["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -296,6 +301,12 @@ def _vocabulary(file: GgufFile) -> tuple[list[str], list[int]]:
         raise CheckpointError(f"{file.path}: its tokens repeat, or do not match their types; convert the model again")
     used = max((index for index, code in enumerate(types) if code != UNUSED), default=-1) + 1
     return tokens[:used], types[:used]
+
+
+def _special_id(file: GgufFile, role: str) -> int | None:
+    """The id of a special token; None where the file names none, or one that is not a token."""
+    index = file.metadata.get(f"tokenizer.ggml.{role}_token_id")
+    return index if isinstance(index, int) and 0 <= index < len(_vocabulary(file)[0]) else None
 
 
 def _pre_tokenizer(name: str, split: str | None) -> Any:
@@ -323,14 +334,13 @@ def _sentencepiece(file: GgufFile) -> PreTrainedTokenizerFast:
 def build_generation_config(file: GgufFile) -> GenerationConfig:
     """Begin, pad and every end id: the one that the file names, then control tokens that mark an end by their name."""
     tokens, types = _vocabulary(file)
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    named = [file.metadata.get(f"tokenizer.ggml.{key}") for key in keys]
+    named = [_special_id(file, key) for key in ("eos", "eot", "eom")]
     marks = [
         i for i, (token, code) in enumerate(zip(tokens, types, strict=True)) if code == CONTROL and token in END_MARKS
     ]
-    ends = list(dict.fromkeys(index for index in [*named, *marks] if isinstance(index, int)))
+    ends = list(dict.fromkeys(index for index in [*named, *marks] if index is not None))
     return GenerationConfig(  # type: ignore[no-untyped-call]
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        pad_token_id=file.metadata.get("tokenizer.ggml.padding_token_id"),
+        bos_token_id=_special_id(file, "bos"),
+        pad_token_id=_special_id(file, "padding"),
         eos_token_id=ends or None,
     )

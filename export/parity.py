@@ -81,7 +81,7 @@ def graph_logits(decoder: Decoder, tokens: Tokens, k: int) -> LogitRows:
     chunk = min(limits.prefill_chunk, tokens.size // 2)
     run(chunk)
     rejected = np.concatenate((tokens[chunk : chunk + 1], np.roll(tokens[:k], 1)))
-    decoder.extend(rejected, rows=1)  # writes k wrong entries …
+    rows[chunk] = decoder.extend(rejected, rows=k + 1)[0].copy()  # writes k wrong entries …
     decoder.cache.align(np.append(tokens[: chunk + 1], -1))  # … and takes them back
     for _ in range(min(4, tokens.size - len(decoder.cache))):
         run(1)

@@ -1,10 +1,12 @@
 """What a compile tells while it runs: stages with a name and, where it is known, a length."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 __all__ = ["Advance", "Quiet", "Reporter", "RichReporter"]
@@ -36,12 +38,12 @@ class Quiet:
 
 
 class RichReporter:
-    """Progress bars on `console`, one line per stage; finished stages keep their line and their time."""
+    """Progress bars on a terminal, one line per finished stage; elsewhere the lines alone."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console)
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
     def __enter__(self) -> "RichReporter":
         self._progress.start()
@@ -53,11 +55,14 @@ class RichReporter:
     @contextmanager
     def stage(self, name: str) -> Iterator[Advance]:
         """See Reporter.stage."""
+        begin = time.monotonic()
         task = self._progress.add_task(name, total=None)
-        yield lambda done, total: self._progress.update(task, completed=done, total=total)
-        total = self._progress.tasks[task].total or 1
-        self._progress.update(task, completed=total, total=total)
+        try:
+            yield lambda done, total: self._progress.update(task, completed=done, total=total)
+        finally:
+            self._progress.remove_task(task)
+        self._console.print(f"[green]✓[/] {name} [dim]{time.monotonic() - begin:.0f} s[/]", highlight=False)
 
     def note(self, text: str) -> None:
         """See Reporter.note."""
-        self._console.print(f"[yellow]note[/] {text}", highlight=False, soft_wrap=True)
+        self._console.print(f"[yellow]·[/] {escape(text)}", highlight=False, soft_wrap=True)

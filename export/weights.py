@@ -5,7 +5,8 @@ A safetensors file is an 8-byte length N, N bytes of JSON ({tensor: {dtype, shap
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,7 +14,16 @@ from typing import Any, NamedTuple
 
 from draftc.runtime.errors import CheckpointError
 
-__all__ = ["INDEX_FILE", "SINGLE_FILE", "Weights", "find_weights", "fingerprint", "read_json", "read_weights"]
+__all__ = [
+    "INDEX_FILE",
+    "SINGLE_FILE",
+    "Weights",
+    "find_weights",
+    "fingerprint",
+    "one_line",
+    "read_json",
+    "read_weights",
+]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -39,6 +49,20 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]
     start: int  # of the tensor's bytes, counted from the end of the header
     end: int
+
+
+@contextmanager
+def one_line(source: str, what: str) -> Iterator[None]:
+    """Turn any failure of another package's readers into one line that names the source and the first cause."""
+    try:
+        yield
+    except (CheckpointError, MemoryError):
+        raise
+    except (
+        Exception
+    ) as error:  # transformers and tokenizers raise OSError, ValueError, KeyError, RuntimeError and others here
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{source}: {what} cannot be read ({cause}); download it again") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

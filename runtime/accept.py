@@ -20,7 +20,7 @@ from draftc.runtime.engine import Logits, Tokens
 from draftc.runtime.sampler import Sampler
 from draftc.runtime.warp import Distribution
 
-__all__ = ["EMPTY", "Outcome", "Proposal", "accept", "residual"]
+__all__ = ["EMPTY", "Outcome", "Proposal", "accept", "one_hot", "residual"]
 
 EMPTY: Tokens = np.empty(0, np.int64)
 EMPTY.flags.writeable = False

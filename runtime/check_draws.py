@@ -160,7 +160,7 @@ class DrawSeries:
             side = one.p > one.q if one.q is not None else one.p == one.p.max()
             self.events.append(bool(side[one.token]))
             self.probabilities.append(float(one.p[side].sum()))
-            self.impossible += one.p[one.token] == 0
+            self.impossible += int(one.p[one.token] == 0)
 
 
 def _node(history: tuple[int, ...], p: Distribution, reach: float) -> _Node:

@@ -134,9 +134,11 @@ def check_greedy(
     for done, (name, ids) in enumerate(prompts.items()):
         prompt = list(ids)[-(limits.max_length - count) :]
         session.reset()
+        results = {mode: greedy(session, prompt, *mode, count) for mode in modes}
+        # Plain decoding comes last and from an empty cache: its entries must not mend what speculation left behind.
+        session.reset()
         plain = greedy(session, prompt, "plain", None, count).token_ids
-        for method, k in modes:
-            result = greedy(session, prompt, method, k, count)
+        for (method, k), result in results.items():
             found = triage(session.target, name, prompt, plain, result.token_ids, k, variance.near_tie)
             runs[method, k].append(_Run(result, result.token_ids == plain, found))
         on_progress((done + 1) / len(prompts))

@@ -96,6 +96,13 @@ def _extend(decoder: Decoder, tokens: Tokens, rows: int) -> Logits:
 
 def measure_variance(graph: Graph, corpus: Tokens, speculative_tokens: int) -> WidthVariance:
     """Compare one-token calls with wider ones (2, K+1, the widest, and one from scratch) over a piece of `corpus`."""
+    try:
+        return _measure(graph, corpus, speculative_tokens)
+    except EngineError as error:
+        raise EngineError(f"{graph.name}: {error}") from error
+
+
+def _measure(graph: Graph, corpus: Tokens, speculative_tokens: int) -> WidthVariance:
     decoder = graph.decoder
     limits = decoder.limits
     text = corpus[: min(CALIBRATION_TOKENS, limits.max_length)]

@@ -21,8 +21,8 @@ from time import perf_counter
 import numpy as np
 
 from draftc.runtime.check_draws import MIN_TOKENS, DrawSeries, tapped
+from draftc.runtime.check_greedy import greedy
 from draftc.runtime.check_numerics import rows_of
-from draftc.runtime.decoder import Decoder
 from draftc.runtime.engine import Tokens
 from draftc.runtime.errors import UsageError
 from draftc.runtime.gof import betting_p_value, detectable_shift, detectable_tv, g_statistic, g_tail_bound
@@ -40,8 +40,9 @@ PLANNED_SHARE = 0.8  # of the budget; the rest is for what takes longer than the
 
 SETTINGS: Mapping[str, Sampling] = {
     "temperature 1, top-p 0.95, top-k 50": Sampling(temperature=1.0, top_p=0.95, top_k=50),
+    # Mild penalties: strong ones leave nothing to accept where a text repeats.
     "temperature 0.7, min-p 0.02, penalties": Sampling(
-        temperature=0.7, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2
+        temperature=0.7, min_p=0.02, repetition_penalty=1.05, presence_penalty=0.2, frequency_penalty=0.1
     ),
 }
 
@@ -159,7 +160,7 @@ def check_sampling(
     gives the same draws.
     """
     k = min(session.manifest.num_speculative_tokens, 3)
-    prefixes = choose_prefixes(session.target, prompts, k)
+    prefixes = choose_prefixes(session, prompts, k)
     runs = [
         DrawSeries(method, drafter, name, sampling, k)
         for method, drafter in session.drafters.items()
@@ -196,26 +197,29 @@ def check_sampling(
     )
 
 
-def choose_prefixes(target: Decoder, prompts: Mapping[str, Sequence[int]], k: int) -> list[Tokens]:
-    """Short prefixes at which a draw says much: a text, and the beginning of its repetition.
+def choose_prefixes(session: Session, prompts: Mapping[str, Sequence[int]], k: int) -> list[Tokens]:
+    """Short prefixes at which a draw says much: the target's own text, and the beginning of its repetition.
 
     The repetition makes an n-gram drafter propose what followed the first time. It is cut where the target is least
-    sure about that token, p (1 - p) at its largest; the best PREFIXES of `prompts` are taken.
+    sure about that token, p (1 - p) at its largest; the best PREFIXES of `prompts` are taken. Raises UsageError when
+    none can be made.
     """
-    limits = target.limits
-    size = min(PREFIX_TOKENS, limits.max_width, limits.prefill_chunk, (limits.max_length - 2 * (MIN_TOKENS + k)) // 2)
+    limits = session.target.limits
+    room = (limits.max_length - 2 * (MIN_TOKENS + k)) // 2
+    half = min(PREFIX_TOKENS, limits.max_width, limits.prefill_chunk, room) // 2
     scored = []
     for ids in prompts.values():
-        once = np.asarray(list(ids)[:size], np.int64)
-        if once.size < 2:
+        start = list(ids)[:half]
+        if half < 2 or len(start) < 2:
             continue
-        target.cache.clear()
-        rows_of(target, once)
-        rows = rows_of(target, np.concatenate((once, once)), rows=once.size)  # (n, V): after each repeated token
-        shortest = min(4, once.size - 1)  # an n-gram drafter wants a suffix that it has seen
-        p = np.array([softmax(rows[i - 1])[once[i]] for i in range(shortest, once.size)])
+        session.reset()
+        once = np.asarray(start + greedy(session, start, "plain", None, half).token_ids, np.int64)
+        rows_of(session.target, once)
+        rows = rows_of(session.target, np.concatenate((once, once)), rows=once.size)  # (n, V): after each repeated one
+        places = np.arange(len(start) + 1, once.size)  # at least as many tokens of the repetition as an n-gram has
+        p = np.array([softmax(rows[i - 1])[once[i]] for i in places])
         best = int((p * (1 - p)).argmax())
-        scored.append((float(p[best] * (1 - p[best])), np.concatenate((once, once[: shortest + best]))))
+        scored.append((float(p[best] * (1 - p[best])), np.concatenate((once, once[: places[best]]))))
     if not scored:
         raise UsageError("none of the prompts has two tokens that fit into this bundle: give longer ones")
     scored.sort(key=lambda item: -item[0])

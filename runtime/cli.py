@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from draftc.runtime.console import printable
 from draftc.runtime.errors import DraftcError
 
 __all__ = ["build_app", "main"]
@@ -184,4 +185,4 @@ def _give_up_stdout() -> None:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return printable(" ".join(str(error).split())) or type(error).__name__

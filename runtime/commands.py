@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import draftc.runtime as draftc
+from draftc.runtime import bench as benchmark
 from draftc.runtime import cli_options as cli
 from draftc.runtime import selfcheck
 from draftc.runtime.bundle import open_bundle
@@ -23,8 +23,10 @@ from draftc.runtime.console import (
     legend,
     note,
     print_json,
+    print_report,
     progress,
     stats_line,
+    to_json,
 )
 from draftc.runtime.errors import UsageError
 from draftc.runtime.inspection import bundle_record, print_bundle
@@ -201,16 +203,77 @@ def verify(
       draftc verify out
       draftc verify out --budget 300 --json > report.json
     """
-    with draftc.open(out, device=device, threads=threads, check_hashes=check_hashes) as session:
+    opened = draftc.open(out, device=device, threads=threads, check_hashes=check_hashes)
+    with opened as session, progress(quiet) as on_progress:
         cases = builtin_prompts(session) if prompts is None else load_prompts(prompts)
-        with progress(quiet) as on_progress:
-            report = selfcheck.verify(session, prompts=cases, budget_s=budget, seed=seed, on_progress=on_progress)
+        report = selfcheck.verify(session, prompts=cases, budget_s=budget, seed=seed, on_progress=on_progress)
     if json:
         print_json(report.to_dict())
     elif not quiet:
-        Console(highlight=False).print(selfcheck.render(report))
+        print_report(selfcheck.render(report))
     if not report.passed:
         raise typer.Exit(EXIT_FAULT)
+
+
+def bench(
+    out: cli.BundleFolder,
+    prompts: cli.Prompts = None,
+    k: Annotated[str | None, typer.Option("-k", metavar="K,K,…", help="Values of K. Default: the bundle's.")] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method", metavar="draft_model|ngram", help="May be given several times. Default: all of the bundle's."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens per prompt.")] = 128,
+    repeats: Annotated[int, typer.Option("--repeats", help="Rounds; each figure of a prompt is their median.")] = 3,
+    ignore_eos: cli.IgnoreEos = False,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p", help="1 is off.")] = 1.0,
+    min_p: Annotated[float, typer.Option("--min-p", help="0 is off.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of every sampled answer.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json-file", metavar="FILE", help="Write the JSON here, beside the table.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    device: cli.Device = "cpu",
+    threads: cli.Threads = None,
+    check_hashes: cli.CheckHashes = True,
+) -> None:
+    """Measure speculative against plain decoding. Both run in turns, in one process, on the same prompts.
+
+    The JSON has one record per prompt and mode, so that other ratios can be computed from it.
+
+    Examples:
+      draftc bench out
+      draftc bench out --prompts humaneval.jsonl -k 3,4 --method draft_model -n 256 --json-file bench.json
+    """
+    if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
+        raise UsageError(f"--json-file {json_file}: name a file in a folder that exists")
+    sampling = draftc.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    opened = draftc.open(out, device=device, threads=threads, check_hashes=check_hashes)
+    with opened as session, progress(quiet) as on_progress:
+        report = benchmark.bench(
+            session,
+            prompts=builtin_prompts(session) if prompts is None else load_prompts(prompts),
+            ks=[session.manifest.num_speculative_tokens] if k is None else _numbers(k),
+            methods=method or None,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            sampling=sampling,
+            seed=seed,
+            ignore_eos=ignore_eos,
+            threads=threads,
+            on_progress=on_progress,
+        )
+    if json_file is not None:
+        json_file.write_text(to_json(report.to_dict()), encoding="utf-8")
+    if json:
+        print_json(report.to_dict())
+    else:
+        print_report(benchmark.render(report))
 
 
 def inspect(
@@ -258,5 +321,8 @@ def _request(prompt: str, chat: bool | None, system: str | None) -> Prompt:
     return [*messages, {"role": "user", "content": prompt}]
 
 
-def bench(out: cli.BundleFolder) -> None:
-    """Placeholder."""
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise UsageError(f"-k takes whole numbers with commas between them, such as 3,4, got {text!r}") from None

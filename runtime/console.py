@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import sys
 import unicodedata
@@ -11,9 +12,8 @@ from itertools import groupby
 from types import FrameType
 from typing import Any, Self
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from draftc.runtime.request import Generation, StreamEvent, TokenKind
 from draftc.runtime.session import GenerationStream
@@ -27,12 +27,15 @@ __all__ = [
     "legend",
     "note",
     "print_json",
+    "print_report",
     "printable",
     "progress",
     "stats_line",
     "stats_record",
+    "to_json",
 ]
 
+FILE_WIDTH = 160  # of reports in a file or a pipe, which has no width of its own
 STYLES: dict[TokenKind, str] = {"accepted": "green", "corrected": "yellow", "bonus": "cyan", "plain": ""}
 MARKS: dict[TokenKind, tuple[str, str]] = {
     "accepted": ("{+", "+}"),
@@ -152,22 +155,22 @@ def _symbol(control: str) -> str:
 
 @contextmanager
 def progress(quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
-    """Progress bars on stderr, one for each name that is reported with the share (0 to 1) that is done of it.
+    """A progress bar on stderr; the context's value is called with what runs now and the share (0 to 1) that is done.
 
     Nothing is shown when stderr is not a terminal, or if `quiet`.
     """
     console = Console(stderr=True, highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     shown = console.is_terminal and not quiet
-    with Progress(*columns, console=console, disable=not shown, transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, disable=not shown, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, done: bar.update(task, description=printable(what), completed=done)
 
-        def report(name: str, done: float) -> None:
-            if name not in tasks:
-                tasks[name] = bars.add_task(escape(name), total=1.0)
-            bars.update(tasks[name], completed=done)
 
-        yield report
+def print_report(report: RenderableType) -> None:
+    """Print a report on stdout; where that is no terminal, on lines wide enough for its tables."""
+    free = sys.stdout.isatty() or "COLUMNS" in os.environ
+    Console(highlight=False, width=None if free else FILE_WIDTH).print(report)
 
 
 def note(text: str) -> None:
@@ -227,9 +230,14 @@ def generation_record(result: Generation) -> dict[str, Any]:
     }
 
 
+def to_json(record: object) -> str:
+    """`record` as JSON text, in ASCII: any terminal and any locale can carry it."""
+    return json.dumps(record, indent=2, allow_nan=False) + "\n"
+
+
 def print_json(record: object) -> None:
-    """One JSON object on stdout, in ASCII: any terminal and any locale can carry it."""
-    sys.stdout.write(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    """`record` as JSON on stdout."""
+    sys.stdout.write(to_json(record))
 
 
 def _finite(value: Any) -> Any:

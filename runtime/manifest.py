@@ -174,12 +174,22 @@ class Model:
         _within(self, 1, INT64_MAX, "parameters")
 
 
+def _ngrams(owner: "Draft") -> None:
+    _within(owner, 1, INT32_MAX, "min_ngram", "max_ngram")
+    _need(owner.min_ngram <= owner.max_ngram, "min_ngram", f"at most max_ngram ({owner.max_ngram})", owner.min_ngram)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftModel:
-    """Proposals come from a smaller model."""
+    """Proposals come from a smaller model. N-grams need none, so a runtime may offer them too, of these lengths."""
 
     method: Literal["draft_model"] = "draft_model"
     model: Model
+    min_ngram: int = 2
+    max_ngram: int = 4
+
+    def __post_init__(self) -> None:
+        _ngrams(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +201,11 @@ class NgramDraft:
     max_ngram: int
 
     def __post_init__(self) -> None:
-        _within(self, 1, INT32_MAX, "min_ngram", "max_ngram")
-        _need(self.min_ngram <= self.max_ngram, "min_ngram", f"at most max_ngram ({self.max_ngram})", self.min_ngram)
+        _ngrams(self)
+
+    @property
+    def model(self) -> None:
+        """None: no model drafts."""
 
 
 Draft = DraftModel | NgramDraft
@@ -335,7 +348,7 @@ class Manifest:
     @property
     def models(self) -> tuple[tuple[str, Model], ...]:
         """(JSON path, model) of the target, and of the draft where it is a model."""
-        drafts = (("draft.model", self.draft.model),) if self.draft.method == "draft_model" else ()
+        drafts = (("draft.model", self.draft.model),) if self.draft.model else ()
         return (("target", self.target), *drafts)
 
 

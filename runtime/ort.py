@@ -10,7 +10,7 @@ from draftc.runtime.engine import Logits, Tokens
 from draftc.runtime.errors import BackendUnavailableError, BundleError, EngineError, ResourceError, UsageError
 from draftc.runtime.graphio import INPUT_IDS, LOGIT_POSITIONS, LOGITS, WRITE_INDEX, GraphSpec, TensorSpec
 
-__all__ = ["OrtEngine", "check_device"]
+__all__ = ["OrtEngine", "check_device", "load_onnxruntime"]
 
 PROVIDERS = {"cpu": "CPUExecutionProvider"}
 NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "int64": np.int64}

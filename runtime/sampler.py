@@ -80,9 +80,9 @@ class Sampler:
     def draw(self, p: Distribution) -> int:
         """One token from `p` (V,), by inversion of its cumulative sum."""
         cumulative = np.cumsum(p)
-        # side="right" skips tokens of probability zero; scaling by the last entry absorbs the sum's rounding.
-        token = int(np.searchsorted(cumulative, self.uniform() * cumulative[-1], side="right"))
-        return min(token, int(np.flatnonzero(p)[-1])) if token >= p.size else token
+        # side="right" skips tokens of probability zero. Scaling by the last entry absorbs the sum's rounding: a uniform
+        # of at most 1 - 2**-53 times it stays below it, so that an index past the end cannot come out.
+        return int(np.searchsorted(cumulative, self.uniform() * cumulative[-1], side="right"))
 
     def uniform(self) -> float:
         """One draw from [0, 1)."""

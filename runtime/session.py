@@ -4,6 +4,7 @@ import asyncio
 import importlib.metadata
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
@@ -19,7 +20,7 @@ from draftc.runtime.ort import OrtEngine, check_device
 from draftc.runtime.request import Generation, Options, Request, StreamEvent
 from draftc.runtime.text import Tokenizer
 
-__all__ = ["GenerationStream", "Message", "Prompt", "Session", "open_session"]
+__all__ = ["VERSION", "GenerationStream", "Message", "Prompt", "Session", "open_session"]
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int] | NDArray[np.integer[Any]]
@@ -233,11 +234,9 @@ def open_session(
 
     draft = manifest.draft
     drafters: dict[str, Drafter] = {}
-    if draft.method == "draft_model":
+    if draft.model is not None:
         drafters["draft_model"] = ModelDrafter(decoder(draft.model))
-        drafters["ngram"] = NgramDrafter()  # costs nothing, so every bundle has it
-    else:
-        drafters["ngram"] = NgramDrafter(draft.min_ngram, draft.max_ngram)
+    drafters["ngram"] = NgramDrafter(draft.min_ngram, draft.max_ngram)  # costs nothing, so every bundle has it
     return Session(manifest, tokenizer, decoder(manifest.target), drafters)
 
 
@@ -248,5 +247,7 @@ async def _in_thread(work: Callable[[], T], stream: GenerationStream) -> T:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
         stream.cancel()
-        await asyncio.wait([future])
+        while not future.done():  # a second cancellation must not give the session away either
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
         raise

@@ -14,7 +14,17 @@ from numpy.typing import NDArray
 from draftc.runtime.engine import Logits
 from draftc.runtime.errors import UsageError
 
-__all__ = ["Distribution", "LogitsMask", "Sampling", "min_p", "nucleus_threshold", "penalise", "softmax", "warp"]
+__all__ = [
+    "Distribution",
+    "LogitsMask",
+    "Sampling",
+    "min_p",
+    "nucleus_threshold",
+    "penalise",
+    "softmax",
+    "top_k",
+    "warp",
+]
 
 Distribution = NDArray[np.float64]  # (V,), sums to 1
 

@@ -48,7 +48,11 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_folder_loads_as_fp32_with_the_logits_of_the_model_that_was_saved(tmp_path: Path, dtype: torch.dtype) -> None:
-    model = save_folder(tmp_path, tiny_model().to(dtype)).float()
+    model = tiny_model()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)  # not its rotary buffers, which no checkpoint stores
+    save_folder(tmp_path, model)
+    model.float()
     checkpoint = load(resolve(str(tmp_path)))
     assert {parameter.dtype for parameter in checkpoint.model.parameters()} == {torch.float32}
     assert not any(parameter.requires_grad for parameter in checkpoint.model.parameters())
@@ -94,7 +98,9 @@ def test_a_tied_head_that_is_stored_anyway_counts_once(tmp_path: Path) -> None:
 
 
 def test_experts_that_are_not_chosen_are_not_read(tmp_path: Path) -> None:
-    model = tiny_model("qwen3_moe", num_experts=4, num_experts_per_tok=1, moe_intermediate_size=32, decoder_sparse_step=1)
+    model = tiny_model(
+        "qwen3_moe", num_experts=4, num_experts_per_tok=1, moe_intermediate_size=32, decoder_sparse_step=1
+    )
     save_folder(tmp_path, model)
     info = peek(str(tmp_path))
     expert = 3 * 64 * 32  # gate, up and down of one expert of one layer
@@ -124,8 +130,10 @@ def test_the_licence_comes_from_the_model_card(tmp_path: Path) -> None:
 def test_tokens_without_a_row_are_noted_and_do_not_count(tmp_path: Path) -> None:
     save_folder(tmp_path, tiny_model(vocab_size=300), tiny_tokenizer(extra=["<a>", "<b>"]))
     info = peek(str(tmp_path))
+    beyond = sum(index >= 300 for index in info.tokenizer.get_vocab().values())
     assert info.token_ids == 300
-    assert any("2 tokens have no row" in note or "3 tokens have no row" in note for note in info.notes)
+    assert beyond > 0
+    assert any(f"{beyond} tokens have no row" in note for note in info.notes)
 
 
 # --- what a source string is -------------------------------------------------------------------------------------------
@@ -402,7 +410,7 @@ def test_truncation_and_padding_of_a_checkpoint_do_not_reach_the_bundle(tmp_path
     write_tokenizer(peek(str(tmp_path / "m")), tmp_path / "t")
     written = Tokenizer.from_file(str(tmp_path / "t" / "tokenizer.json"))
     assert written.encode(TEXT).ids == tiny_tokenizer()(TEXT)["input_ids"]
-    assert len(written.encode(TEXT).ids) > 64 or written.padding is None
+    assert (written.truncation, written.padding) == (None, None)
 
 
 def test_a_model_without_chat_template_gets_none(tmp_path: Path) -> None:
@@ -424,32 +432,38 @@ def test_chat_template_is_the_one_of_the_checkpoint(written: tuple[Path, Path]) 
 # --- config names ------------------------------------------------------------------------------------------------------
 
 
+LLAMA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+
+
 @pytest.mark.parametrize(
     ("model_type", "config", "expected"),
     [
-        ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 77, "vocab_size": 99}, (3, 48, 4, 4, 12, 99, 77)),
-        ("gpt_neo", {"num_heads": 4, "num_layers": 2, "hidden_size": 64, "attention_types": [[["global"], 2]]}, None),
-        ("llama", {"num_key_value_heads": 2, "head_dim": 24}, (2, 64, 4, 2, 24, VOCAB, 128)),
-        ("mistral", {}, (2, 64, 4, 2, 16, VOCAB, 128)),
-        ("cohere2", {"head_dim": 16}, (2, 64, 4, 2, 16, VOCAB, 128)),  # not known to Optimum: the config's own names
+        ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 77, "vocab_size": 99}, (3, 48, 4, 4, 12, 77)),
+        ("gptj", {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 77, "vocab_size": 99}, (3, 48, 4, 4, 12, 77)),
+        (
+            "gpt_neo",
+            {
+                "num_heads": 4,
+                "num_layers": 2,
+                "hidden_size": 64,
+                "vocab_size": 99,
+                "attention_types": [[["global"], 2]],
+            },
+            (2, 64, 4, 4, 16, 2048),
+        ),
+        ("llama", LLAMA | {"num_key_value_heads": 2, "head_dim": 24}, (2, 64, 4, 2, 24, 2048)),
+        ("qwen2", LLAMA | {"num_key_value_heads": 1, "max_position_embeddings": 50}, (2, 64, 4, 1, 16, 50)),
+        ("cohere2", LLAMA | {"num_key_value_heads": 2}, (2, 64, 4, 2, 16, 8192)),  # not known to Optimum
+        ("gemma3", {"text_config": LLAMA | {"num_key_value_heads": 2, "head_dim": 32}}, (2, 64, 4, 2, 32, 131072)),
     ],
 )
 def test_sizes_are_found_under_every_familys_names(
-    model_type: str, config: dict[str, Any], expected: tuple[int, ...] | None
+    model_type: str, config: dict[str, Any], expected: tuple[int, ...]
 ) -> None:
-    model = tiny_model(model_type, **config) if model_type != "gpt2" else None
-    built = model.config if model else transformers.AutoConfig.for_model("gpt2", **config)
-    shape = model_shape(built)
-    values = (
-        shape.num_layers,
-        shape.hidden_size,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        shape.vocab_rows,
-        shape.max_positions,
-    )
-    assert values == (expected or (2, 64, 4, 4, 16, VOCAB, 128))
+    shape = model_shape(transformers.AutoConfig.for_model(model_type, **config))
+    sizes = (shape.num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    assert (*sizes, shape.max_positions) == expected
+    assert shape.vocab_rows == 99
 
 
 def test_kv_bytes_are_those_of_a_real_cache(saved: Path) -> None:

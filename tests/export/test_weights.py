@@ -18,7 +18,9 @@ from draftc.runtime.errors import CheckpointError
 @pytest.fixture
 def weight_file(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"
-    save_file({"a.weight": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16)}, path, metadata={"format": "pt"})
+    save_file(
+        {"a.weight": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16)}, path, metadata={"format": "pt"}
+    )
     return path
 
 

@@ -21,7 +21,9 @@ VOCAB = 320
 IDS = torch.arange(24)[None] * 7 % VOCAB  # (1, 24)
 
 
-def tiny_tokenizer(extra: list[str] | None = None, chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(
+    extra: list[str] | None = None, chat_template: str | None = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
     """Byte-level BPE of fewer than VOCAB tokens, with ChatML's special tokens and `extra` ones at the end."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,11 +1,12 @@
 """What the tests of the loop share: models without weights, an engine that minds its memory, and exact enumeration."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import gammaincc
 
 from draftc.runtime.accept import Proposal
 from draftc.runtime.decoder import Decoder, Limits
@@ -31,6 +32,7 @@ __all__ = [
     "decode",
     "fake_decoder",
     "fixed",
+    "goodness_of_fit",
     "joint",
     "outcomes",
     "reference_distribution",
@@ -90,7 +92,7 @@ class FakeEngine:
     by the next call, unused rows with NaN; padding rows would win every argmax.
 
     `faults` maps the number of a call, from 0, to what happens in it: an exception, raised when half of the call is
-    written, or a number that is put among the last row's logits.
+    written, or a number that is put among the first row's logits.
     """
 
     def __init__(self, model: Model, vocab: int, length: int) -> None:
@@ -132,7 +134,7 @@ class FakeEngine:
             self._logits[row, : self._vocab] = self._model(self._memory[:end])
             self._logits[row, self._vocab :] = 1e4
         if fault is not None:
-            self._logits[rows - 1, self._vocab // 2] = fault
+            self._logits[0, self._vocab // 2] = fault
         return self._logits[:rows]
 
     def close(self) -> None:
@@ -322,6 +324,25 @@ def joint(following: Callable[[list[int]], Distribution], count: int) -> Outcome
 def total_variation(a: Outcomes, b: Outcomes) -> float:
     """Half the sum of the differences of two distributions."""
     return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in a.keys() | b.keys()) / 2
+
+
+def goodness_of_fit(counts: Counter[tuple[int, ...]], expected: Outcomes) -> float:
+    """The p-value of a G-test of `counts`. Cells of fewer than 5 expected draws are pooled."""
+    draws = counts.total()
+    if counts.keys() - expected.keys():
+        return 0.0  # something came that never could
+    cells: list[tuple[float, float]] = []
+    pooled = np.zeros(2)
+    for key, probability in expected.items():
+        cell = (float(counts[key]), draws * probability)
+        if cell[1] < 5:
+            pooled += cell
+        else:
+            cells.append(cell)
+    if pooled[1] > 0:
+        cells.append((pooled[0], pooled[1]))
+    g = 2 * sum(seen * np.log(seen / wanted) for seen, wanted in cells if seen > 0)
+    return float(gammaincc((len(cells) - 1) / 2, g / 2))  # the upper tail of chi-square
 
 
 class UnwarpedDrafter(ModelDrafter):

@@ -131,10 +131,7 @@ def test_a_missing_bundle_is_one_line_and_exit_code_2(draftc: Draftc, tmp_path: 
         assert "nowhere: no such folder" in result.err
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--debug", "run", "out", "-p", "x"], ["run", "out", "--debug", "-p", "x"], ["run", "out", "-p", "x", "--debug"]],
-)
+@pytest.mark.parametrize("arguments", ["--debug run out -p x", "run out --debug -p x", "run out -p x --debug"])
 def test_debug_adds_the_traceback(draftc: Draftc, failing: Callable[[BaseException], None], arguments: str) -> None:
     failing(BundleError("the cause:\n  the way out"))
     result = draftc(*arguments.split())

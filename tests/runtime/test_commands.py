@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from draftc.runtime.manifest import (
     Quantization,
     to_json,
 )
+from draftc.runtime.prompts import builtin_prompts, load_prompts
 from draftc.runtime.session import Session
 from tests.runtime.cli_fakes import Draftc, FakeBundle, Terminal, chat_folder, manifest_for, one_line
 from tests.runtime.fakes import FakeEngine
@@ -373,6 +375,132 @@ def test_an_engine_that_fails_in_mid_answer(draftc: Draftc, bundle: FakeBundle) 
     assert bundle.engine.closed == 1
 
 
+# draftc verify
+
+
+@dataclass(frozen=True)
+class FakeReport:
+    """As much of a VerifyReport as the command looks at."""
+
+    passed: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"passed": self.passed}
+
+
+@pytest.fixture
+def verified(bundle: FakeBundle, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], dict[str, Any]]:
+    """Let verification end with a verdict; returns the arguments that it gets."""
+
+    def outcome(passed: bool) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+
+        def verify(session: Session, *, on_progress: Callable[[str, float], None], **arguments: Any) -> FakeReport:
+            assert session is bundle.session
+            seen.update(arguments)
+            on_progress("greedy", 0.5)
+            return FakeReport(passed)
+
+        monkeypatch.setattr("draftc.runtime.selfcheck.verify", verify)
+        monkeypatch.setattr("draftc.runtime.selfcheck.render", lambda report: f"passed: {report.passed}")
+        return seen
+
+    return outcome
+
+
+@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
+def test_verify_says_the_verdict_by_report_and_exit_code(
+    draftc: Draftc, bundle: FakeBundle, verified: Callable[[bool], dict[str, Any]], passed: bool, code: int
+) -> None:
+    verified(passed)
+    result = draftc("verify", "out")
+    assert (result.code, result.out, result.err) == (code, f"passed: {passed}\n", "")
+    result = draftc("verify", "out", "--json")
+    assert (result.code, json.loads(result.out)) == (code, {"passed": passed})
+    result = draftc("verify", "out", "--quiet")
+    assert (result.code, result.out, result.err) == (code, "", "")
+    assert bundle.engine.closed == 1
+
+
+def test_verify_passes_its_options_on(
+    draftc: Draftc, bundle: FakeBundle, verified: Callable[[bool], dict[str, Any]], tmp_path: Path
+) -> None:
+    seen = verified(True)
+    draftc("verify", "out")
+    assert seen == {"prompts": builtin_prompts(bundle.session), "budget_s": 60.0, "seed": 0}
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "fox"}\n', encoding="utf-8")
+    draftc("verify", "out", "--prompts", str(prompts), "--budget", "2.5", "--seed", "9", "--threads", "1")
+    assert seen == {"prompts": load_prompts(prompts), "budget_s": 2.5, "seed": 9}
+    assert bundle.opened["threads"] == 1
+
+
+def test_verify_refuses_prompts_that_it_cannot_read(draftc: Draftc, bundle: FakeBundle, tmp_path: Path) -> None:
+    result = draftc("verify", "out", "--prompts", str(tmp_path / "none.jsonl"))
+    assert result.code == 2
+    assert "none.jsonl" in one_line(result.err)
+
+
+# draftc bench
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """A file of two prompts that the scripted engines answer."""
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"id": name, "messages": [{"role": "user", "content": name}]} for name in ("hello", "the lazy dog")]
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return file
+
+
+def test_bench_measures_every_mode_on_every_prompt(draftc: Draftc, bundle: FakeBundle, chats: Path) -> None:
+    line = f"out --prompts {chats} -k 1,3 --method draft_model -n 6 --repeats 2 --json"
+    result = draftc("bench", *line.split())
+    assert (result.code, result.err) == (0, "")
+    report = json.loads(result.out)
+    modes = ["plain", "draft_model-k1", "draft_model-k3"]
+    runs = [(record["id"], record["mode"]) for record in report["records"]]
+    assert runs == [(name, mode) for name in ("hello", "the lazy dog") for mode in modes]
+    assert {len(record["decode_s_runs"]) for record in report["records"]} == {2}
+    assert {record["new_tokens"] for record in report["records"]} == {6}
+    assert (report["max_new_tokens"], report["sampling"]["temperature"]) == (6, 0.0)
+    assert bundle.engine.closed == 1
+
+
+def test_bench_prints_a_table_and_writes_a_file(
+    draftc: Draftc, bundle: FakeBundle, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS")
+    line = f"out --prompts {chats} -n 6 --repeats 1 --temperature 0.5 --top-p 0.9 --seed 4 --threads 2"
+    result = draftc("bench", *line.split(), "--json-file", str(tmp_path / "bench.json"))
+    assert (result.code, result.err) == (0, "")
+    report = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert [total["mode"] for total in report["totals"]] == ["plain", "draft_model-k2", "ngram-k2"]
+    for total in report["totals"]:
+        assert any(line.startswith(f"{total['mode']} ") for line in result.out.splitlines()), "one row, not cut"
+    assert (report["sampling"]["temperature"], report["sampling"]["top_p"], report["seed"]) == (0.5, 0.9, 4)
+    assert report["machine"]["threads"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        ("-k 3,x", "'3,x'"),
+        ("-k 9", "got 9"),
+        ("--repeats 0", "repeats"),
+        ("--method medusa", "medusa"),
+        ("--temperature -1", "temperature"),
+        ("--json-file no/such/folder.json", "no/such/folder.json"),
+    ],
+)
+def test_bench_refuses_in_one_line(draftc: Draftc, bundle: FakeBundle, chats: Path, arguments: str, cause: str) -> None:
+    result = draftc("bench", "out", "--prompts", str(chats), *arguments.split())
+    assert (result.code, result.out) == (2, "")
+    message = one_line(result.err)
+    assert message.startswith("draftc: ")
+    assert cause in message
+
+
 # draftc inspect
 
 
@@ -526,6 +654,8 @@ OPTIONS = {
     "--min-p --repetition-penalty --presence-penalty --frequency-penalty --seed --stop --ignore-eos --echo --plain "
     "--method -k --show-drafts --logprobs --json --threads --device --no-check-hashes --stats --no-stats",
     "chat": "--system --max-new-tokens --temperature --seed --stop --show-drafts --stats --plain --method -k --threads",
+    "verify": "--prompts --budget --seed --json --quiet --threads --no-check-hashes",
+    "bench": "--prompts -k --method -n --max-new-tokens --repeats --temperature --top-k --top-p --seed --json --quiet",
     "inspect": "--json --files --no-check-hashes",
 }
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from scipy.special import gammaincc
 
 from draftc.runtime.accept import Proposal
 from draftc.runtime.decoder import Decoder
@@ -36,6 +35,7 @@ from tests.runtime.fakes import (
     decode,
     fake_decoder,
     fixed,
+    goodness_of_fit,
     joint,
     outcomes,
     reference_distribution,
@@ -412,25 +412,6 @@ def test_the_stopping_rule_of_the_planted_fault_through_the_loop() -> None:
     assert first(lambda x, q: bool(q[x] < 0.4)) == pytest.approx({(0,): 0.55, (1,): 0.45}, abs=1e-6)
     assert first(lambda x, q: bool(q.max() < 0.95)) == pytest.approx({(0,): 0.5, (1,): 0.5}, abs=1e-6)
     assert first(lambda x, q: False) == pytest.approx({(0,): 0.5, (1,): 0.5}, abs=1e-6)
-
-
-def goodness_of_fit(counts: Counter[tuple[int, ...]], expected: Outcomes) -> float:
-    """The p-value of a G-test of `counts`. Cells of fewer than 5 expected draws are pooled."""
-    draws = counts.total()
-    if counts.keys() - expected.keys():
-        return 0.0  # something came that never could
-    cells: list[tuple[float, float]] = []
-    pooled = np.zeros(2)
-    for key, probability in expected.items():
-        cell = (float(counts[key]), draws * probability)
-        if cell[1] < 5:
-            pooled += cell
-        else:
-            cells.append(cell)
-    if pooled[1] > 0:
-        cells.append((pooled[0], pooled[1]))
-    g = 2 * sum(seen * np.log(seen / wanted) for seen, wanted in cells if seen > 0)
-    return float(gammaincc((len(cells) - 1) / 2, g / 2))  # the upper tail of chi-square
 
 
 ALPHA = 1e-6 / 8  # for the tests below and that of the session together, one in a million at most is a false alarm

@@ -89,7 +89,7 @@ def full_manifest() -> Manifest:
         name="ünïcode 名",
         precision="int4",
         target=target,
-        draft=DraftModel(model=draft),
+        draft=DraftModel(model=draft, min_ngram=3, max_ngram=6),
         parity=(report,),
         pair=PairSummary(draft_cost_ratio=0.33, predicted_speedup={"0.7": 1.4, "1": 2.5}),
         files=(
@@ -155,6 +155,14 @@ def test_optional_parts_may_be_left_out() -> None:
     assert manifest.pair is None
     assert manifest.licenses == ()
     assert VALIDATOR.is_valid(json.loads(text))
+
+
+def test_a_draft_model_may_leave_its_ngrams_out() -> None:
+    draft = {"method": "draft_model", "model": FULL["draft"]["model"]}
+    text = edited("draft", draft)
+    assert (parse(text).draft.min_ngram, parse(text).draft.max_ngram) == (2, 4)
+    assert VALIDATOR.is_valid(json.loads(text))
+    assert parse(json.dumps(documented_example())).draft.model is None
 
 
 def test_models_and_lengths() -> None:

@@ -12,119 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
 from draftc.runtime.decoder import Decoder, Limits
-from draftc.runtime.engine import Logits, Tokens
 from draftc.runtime.errors import BackendUnavailableError, BundleError, EngineError, ResourceError, UsageError
 from draftc.runtime.graphio import GraphSpec, TensorSpec
 from draftc.runtime.ort import OrtEngine, check_device, load_onnxruntime
 from tests.runtime.fakes import tokens
+from tests.runtime.tiny_model import DIM, TinyModel
 
-VOCAB, LENGTH, DIM = 11, 40, 4  # V, L, D
+LENGTH, VOCAB = 40, 11  # L, V
 MAX_WIDTH = 5
 SPEC = GraphSpec.decoder([(1, DIM, DIM)], LENGTH, VOCAB, "float32")
-RNG = np.random.default_rng(0)
-KEYS, VALUES = (RNG.standard_normal((VOCAB, DIM)).astype(np.float32) for _ in range(2))  # (V, D)
-HEAD = RNG.standard_normal((DIM, VOCAB)).astype(np.float32)  # (D, V)
-WEIGHTS = np.linspace(1.0, 0.2, LENGTH, dtype=np.float32)  # (L,), so that order matters
-
-
-def tiny_graph(
-    path: Path,
-    rename: dict[str, str] | None = None,
-    vocab: int = VOCAB,
-    kv_type: int = TensorProto.FLOAT,
-    length: int | str = LENGTH,
-) -> Path:
-    """A decoder graph: logits[s] = (Σ_{l <= position of s} weight[l] * (key[l] + value[l])) @ head."""
-    constants: dict[str, NDArray[Any]] = {
-        "keys": KEYS,
-        "values": VALUES,
-        "head": np.resize(HEAD, (DIM, vocab)),
-        "weights": WEIGHTS,
-        "slots": np.arange(LENGTH, dtype=np.int64),
-        "axis1": np.array([1], np.int64),
-        "zero": np.array(0, np.int64),
-        "one": np.array(1, np.int64),
-        "scalar": np.array([0], np.int64),
-    }
-    node = helper.make_node
-    nodes = [
-        *(
-            step
-            for part, table in (("key", "keys"), ("value", "values"))
-            for step in (
-                node("Gather", [table, "input_ids"], [f"{part}.rows"]),  # (B, S, D)
-                node("Unsqueeze", [f"{part}.rows", "axis1"], [f"{part}.new"]),  # (B, 1, S, D)
-                node("Cast", [f"{part}.new"], [f"{part}.cast"], to=kv_type),
-                node(
-                    "TensorScatter",
-                    [f"past_key_values.0.{part}", f"{part}.cast", "write_index"],
-                    [f"present.0.{part}"],
-                    axis=2,
-                ),
-                node("Cast", [f"present.0.{part}"], [f"{part}.float"], to=1),
-                node("Squeeze", [f"{part}.float", "axis1"], [f"{part}.all"]),  # (B, L, D)
-            )
-        ),
-        node("Add", ["key.all", "value.all"], ["state"]),
-        node("Shape", ["input_ids"], ["width"], start=1, end=2),
-        node("Squeeze", ["width"], ["width.scalar"]),
-        node("Range", ["zero", "width.scalar", "one"], ["offsets"]),
-        node("Add", ["offsets", "write_index"], ["positions"]),  # (S,), B = 1
-        node("Unsqueeze", ["positions", "axis1"], ["positions.column"]),
-        node("LessOrEqual", ["slots", "positions.column"], ["visible"]),  # (S, L)
-        node("Cast", ["visible"], ["visible.float"], to=1),
-        node("Mul", ["visible.float", "weights"], ["mixing"]),
-        node("MatMul", ["mixing", "state"], ["hidden"]),  # (B, S, D)
-        node("Squeeze", ["logit_positions", "scalar"], ["chosen"]),  # (R,)
-        node("Gather", ["hidden", "chosen"], ["hidden.chosen"], axis=1),  # (B, R, D)
-        node("MatMul", ["hidden.chosen", "head"], ["logits"]),
-    ]
-    cache: list[str | int | None] = ["B", 1, length, DIM]
-    parts = ("key", "value")
-    graph = helper.make_graph(
-        nodes,
-        "tiny",
-        [
-            helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["B", "S"]),
-            helper.make_tensor_value_info("write_index", TensorProto.INT64, ["B"]),
-            helper.make_tensor_value_info("logit_positions", TensorProto.INT64, ["B", "R"]),
-            *(helper.make_tensor_value_info(f"past_key_values.0.{part}", kv_type, cache) for part in parts),
-        ],
-        [
-            helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["B", "R", vocab]),
-            *(helper.make_tensor_value_info(f"present.0.{part}", kv_type, cache) for part in parts),
-        ],
-        [numpy_helper.from_array(value, name) for name, value in constants.items()],
-    )
-    for before, after in (rename or {}).items():
-        for step in graph.node:
-            step.input[:] = [after if name == before else name for name in step.input]
-            step.output[:] = [after if name == before else name for name in step.output]
-        for tensor in (*graph.input, *graph.output):
-            tensor.name = after if tensor.name == before else tensor.name
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10)
-    onnx.checker.check_model(model)
-    onnx.save(model, str(path))
-    return path
-
-
-def expected(text: Tokens, rows: int) -> Logits:
-    """Logits of the last `rows` tokens, from the text alone."""
-    state = (KEYS + VALUES)[text] * WEIGHTS[: text.size, None]
-    logits: Logits = np.cumsum(state, axis=0)[text.size - rows :] @ HEAD
-    return logits
+TINY = TinyModel(LENGTH, VOCAB)
 
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_graph(tmp_path_factory.mktemp("graph") / "model.onnx")
+    return TINY.save(tmp_path_factory.mktemp("graph") / "model.onnx")
 
 
 def open_engine(path: Path, spec: GraphSpec = SPEC, **options: Any) -> OrtEngine:
@@ -143,8 +51,8 @@ def test_a_call_writes_its_tokens_where_it_is_told_and_nothing_else(graph: Path)
     assert (buffer(address) == 0).all()
     engine.forward(tokens(1, 2, 3), 0, 1)
     engine.forward(tokens(4, 5), 2, 1)  # over the third
-    np.testing.assert_array_equal(buffer(address)[:4], KEYS[[1, 2, 4, 5]])
-    np.testing.assert_array_equal(buffer(engine.kv_addresses["past_key_values.0.value"])[:4], VALUES[[1, 2, 4, 5]])
+    np.testing.assert_array_equal(buffer(address)[:4], TINY.keys[[1, 2, 4, 5]])
+    np.testing.assert_array_equal(buffer(engine.kv_addresses["past_key_values.0.value"])[:4], TINY.values[[1, 2, 4, 5]])
     assert (buffer(address)[4:] == 0).all()
     engine.close()
 
@@ -164,7 +72,7 @@ def test_rewinds_and_alternating_widths_are_recomputation(graph: Path) -> None:
         pending = decoder.sync(text, upcoming=proposal.size)
         logits = decoder.extend(np.concatenate((pending, proposal)), rows=proposal.size + 1)
         everything = np.concatenate((text, proposal))
-        np.testing.assert_allclose(logits, expected(everything, proposal.size + 1), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(logits, TINY.expected(everything, proposal.size + 1), rtol=1e-4, atol=1e-4)
         assert engine.kv_addresses == addresses
     assert len(set(addresses.values())) == len(addresses) == 2
     engine.close()
@@ -175,11 +83,11 @@ def test_the_last_call_may_end_at_the_end_of_the_buffer(graph: Path) -> None:
     text = np.arange(LENGTH) % VOCAB
     for start in range(0, LENGTH, 8):
         logits = engine.forward(text[start : start + 8], start, MAX_WIDTH)
-    np.testing.assert_allclose(logits, expected(text, MAX_WIDTH), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(logits, TINY.expected(text, MAX_WIDTH), rtol=1e-4, atol=1e-4)
     with pytest.raises(EngineError, match=f"failed on 2 tokens at {LENGTH - 1}"):
         engine.forward(tokens(1, 2), LENGTH - 1, 1)
     # A failed call leaves the engine usable.
-    np.testing.assert_allclose(engine.forward(text[:8], 0, 1), expected(text[:8], 1), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(engine.forward(text[:8], 0, 1), TINY.expected(text[:8], 1), rtol=1e-4, atol=1e-4)
 
 
 def test_logits_are_a_view_of_one_buffer(graph: Path) -> None:
@@ -206,10 +114,10 @@ def test_a_repeated_width_is_bound_once(graph: Path) -> None:
 
 def test_half_precision_caches(tmp_path: Path) -> None:
     spec = GraphSpec.decoder([(1, DIM, DIM)], LENGTH, VOCAB, "float16")
-    engine = open_engine(tiny_graph(tmp_path / "half.onnx", kv_type=TensorProto.FLOAT16), spec)
+    engine = open_engine(TINY.save(tmp_path / "half.onnx", kv_type=TensorProto.FLOAT16), spec)
     engine.forward(tokens(1, 2, 3), 0, 1)
     logits = engine.forward(tokens(4), 3, 1)
-    np.testing.assert_allclose(logits, expected(tokens(1, 2, 3, 4), 1), rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(logits, TINY.expected(tokens(1, 2, 3, 4), 1), rtol=1e-2, atol=1e-2)
 
 
 def test_closing_twice(graph: Path) -> None:
@@ -257,7 +165,7 @@ def test_a_missing_graph(tmp_path: Path) -> None:
     ],
 )
 def test_a_graph_with_other_names(tmp_path: Path, rename: dict[str, str], kind: str) -> None:
-    path = tiny_graph(tmp_path / "model.onnx", rename)
+    path = TINY.save(tmp_path / "model.onnx", rename=rename)
     with pytest.raises(BundleError, match=rf"the graph's {kind} are not those of bundle\.json"):
         open_engine(path)
 
@@ -278,7 +186,7 @@ def test_a_graph_with_other_shapes_or_types(graph: Path, tmp_path: Path) -> None
         with pytest.raises(BundleError, match=rf"input past_key_values\.0\.value is tensor\(float\) .*{said}"):
             open_engine(graph, spec)
     with pytest.raises(BundleError, match=rf"output logits is .*13\], bundle\.json says .*{VOCAB}\]"):
-        open_engine(tiny_graph(tmp_path / "wide.onnx", vocab=13))
+        open_engine(TinyModel(LENGTH, 13).save(tmp_path / "wide.onnx"))
 
 
 def test_caches_of_a_type_that_this_backend_cannot_hold(graph: Path) -> None:
@@ -288,7 +196,7 @@ def test_caches_of_a_type_that_this_backend_cannot_hold(graph: Path) -> None:
 
 def test_caches_that_do_not_fit_into_memory(tmp_path: Path) -> None:
     length = 2**45
-    path = tiny_graph(tmp_path / "model.onnx", length="L")  # a graph may leave L open, bundle.json names it
+    path = TINY.save(tmp_path / "model.onnx", length="L")  # a graph may leave L open, bundle.json names it
     with pytest.raises(ResourceError, match=r"no memory for KV buffers of 1,073,741,824 MiB.*smaller --max-length"):
         open_engine(path, GraphSpec.decoder([(1, DIM, DIM)], length, VOCAB, "float32"))
 
@@ -368,7 +276,7 @@ def test_nothing_process_wide_is_changed(graph: Path) -> None:
                 {name: np.array(value, np.int64) for name, value in feeds.items()}
                 | {"past_key_values.0.key": cache, "past_key_values.0.value": cache},
             )
-            np.testing.assert_allclose(logits[0], expected(tokens(1, 2), 1), rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(logits[0], TINY.expected(tokens(1, 2), 1), rtol=1e-4, atol=1e-4)
 
     ordinary()
     engine.close()

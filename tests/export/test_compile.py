@@ -1,0 +1,270 @@
+"""The whole line: checkpoints in, a bundle out that generates what the checkpoint generates; or nothing at all."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import draftc.runtime as runtime
+from draftc.export import compile as pipeline
+from draftc.export import parity, preflight
+from draftc.export.compile import CompileOptions, compile_bundle
+from draftc.export.quantize import QuantizationScheme
+from draftc.runtime.cli import build_app
+from draftc.runtime.errors import PairError, ParityError, ResourceError, UsageError
+from draftc.runtime.manifest import Manifest, parse
+from tests.export.tiny_models import save_folder, tiny_model, tiny_tokenizer, write_gguf
+
+PROMPT = "the quick brown fox"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """target/ (qwen2, tied, padded head) and draft/ (llama, one layer) with one tokenizer; other/ with another."""
+    folder = tmp_path_factory.mktemp("sources")
+    save_folder(folder / "target", tiny_model("qwen2", tie_word_embeddings=True, vocab_size=336))
+    save_folder(folder / "draft", tiny_model("llama", num_hidden_layers=1))
+    save_folder(folder / "other", tiny_model("llama"), tiny_tokenizer(["fox jumps", "lazy"]))
+    return folder
+
+
+def options(sources: Path, out: Path, **changes: Any) -> CompileOptions:
+    values = {"target": str(sources / "target"), "draft": str(sources / "draft"), "out": out, "max_length": 96}
+    return CompileOptions(**(values | changes))
+
+
+@pytest.fixture(scope="module")
+def bundle(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("compiled") / "pair"
+    compile_bundle(options(sources, out))
+    return out
+
+
+def manifest_of(out: Path) -> Manifest:
+    return parse((out / "bundle.json").read_text())
+
+
+def hf_greedy(folder: Path, prompt: str, count: int) -> list[int]:
+    """transformers' own greedy decoding, padding rows and all."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    vocabulary = len(tokenizer)
+    for _ in range(count):
+        with torch.no_grad():
+            row = model(ids).logits[0, -1, :vocabulary]
+        ids = torch.cat([ids, row.argmax()[None, None]], 1)
+    return [int(token) for token in ids[0, -count:]]
+
+
+@pytest.mark.parametrize("method", ["plain", "draft_model", "ngram"])
+def test_the_bundle_generates_what_the_checkpoint_does(bundle: Path, sources: Path, method: str) -> None:
+    expected = hf_greedy(sources / "target", PROMPT, 40)
+    with runtime.open(bundle, threads=1) as session:
+        result = session.generate(PROMPT, max_new_tokens=40, temperature=0, ignore_eos=True, method=method)
+    assert result.token_ids == expected
+    assert result.finish_reason == "length"
+
+
+def test_the_manifest_says_what_was_made(bundle: Path, sources: Path) -> None:
+    manifest = manifest_of(bundle)
+    assert (manifest.precision, manifest.max_length, manifest.max_width, manifest.buffer_length) == (
+        "fp32",
+        96,
+        32,
+        128,
+    )
+    assert manifest.target.architecture == "qwen2"
+    assert manifest.target.parameters == sum(
+        p.numel() for p in tiny_model("qwen2", tie_word_embeddings=True, vocab_size=336).parameters()
+    )
+    assert manifest.target.spec.vocab_rows == 336
+    assert manifest.vocab_size == len(AutoTokenizer.from_pretrained(sources / "target"))
+    assert [(report.graph, report.stage) for report in manifest.parity] == [("target", "capture"), ("draft", "capture")]
+    assert all(report.max_abs_diff <= report.tolerance and report.tokens > 60 for report in manifest.parity)
+    assert manifest.pair is not None
+    assert 0 < manifest.pair.draft_cost_ratio < 1
+    assert {path.name for path in bundle.iterdir()} == {"bundle.json", "target", "draft", "tokenizer"}
+
+
+def test_a_tied_table_is_stored_once(bundle: Path) -> None:
+    manifest = manifest_of(bundle)
+    size = (bundle / "target" / "model.onnx.data").stat().st_size
+    table = 4 * 336 * 64
+    assert (
+        4 * manifest.target.parameters - 4096 < size < 4 * manifest.target.parameters + table // 2
+    )  # norms are inline
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_with_ngrams(sources: Path, tmp_path: Path, bits: int) -> None:
+    out = tmp_path / "q"
+    compile_bundle(options(sources, out, draft="ngram", scheme=QuantizationScheme(bits), max_ngram=3))
+    manifest = manifest_of(out)
+    assert manifest.precision == f"int{bits}"
+    assert manifest.target.quantization is not None
+    assert manifest.target.quantization.quantized_matmuls == 2 * 7 + 1  # q k v o gate up down per layer, and the head
+    assert manifest.target.quantization.float_matmuls == ()
+    assert (manifest.draft.method, manifest.draft.max_ngram) == ("ngram", 3)
+    assert [report.stage for report in manifest.parity] == ["capture", "quantize"]
+    assert not list(out.glob("*.float"))
+    with runtime.open(out, threads=1) as session:
+        plain = session.generate(PROMPT, max_new_tokens=24, temperature=0, method="plain").token_ids
+        assert session.generate(PROMPT, max_new_tokens=24, temperature=0).token_ids[:8] == plain[:8]
+
+
+def test_gpt2_has_all_its_weights_quantized(tmp_path: Path) -> None:
+    """Its layers are Gemm nodes with (K, N) weights, not MatMuls."""
+    save_folder(tmp_path / "gpt2", tiny_model("gpt2", n_embd=64, n_layer=2, n_head=4, max_position_embeddings=96))
+    out = tmp_path / "out"
+    compile_bundle(CompileOptions(str(tmp_path / "gpt2"), "ngram", out, QuantizationScheme(8)))
+    manifest = manifest_of(out)
+    assert manifest.max_length == 96  # its position table
+    assert manifest.target.quantization is not None
+    assert manifest.target.quantization.quantized_matmuls == 2 * 4 + 1
+    assert manifest.target.quantization.float_matmuls == ()
+
+
+def test_a_gguf_file_compiles(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    file = write_gguf(tmp_path / "tiny.gguf", model)
+    compile_bundle(CompileOptions(str(file), "ngram", tmp_path / "out", max_length=64))
+    manifest = manifest_of(tmp_path / "out")
+    assert manifest.target.source.kind == "gguf"
+    save_folder(tmp_path / "folder", model)
+    expected = hf_greedy(tmp_path / "folder", PROMPT, 12)
+    with runtime.open(tmp_path / "out", threads=1) as session:
+        assert session.generate(PROMPT, max_new_tokens=12, temperature=0, ignore_eos=True).token_ids == expected
+
+
+def nothing_at(out: Path) -> bool:
+    return not out.exists() and not [path for path in out.parent.iterdir() if path.name.startswith(f".{out.name}")]
+
+
+def test_a_capture_that_computes_something_else_is_not_written(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = parity.eager_logits
+
+    def shifted(model: Any, tokens: Any) -> parity.LogitRows:
+        return {position + 1: row for position, row in real(model, tokens).items()}
+
+    monkeypatch.setattr(parity, "eager_logits", shifted)
+    with pytest.raises(ParityError, match="cannot be compiled faithfully"):
+        compile_bundle(options(sources, tmp_path / "out"))
+    assert nothing_at(tmp_path / "out")
+
+
+@pytest.mark.parametrize("where", ["capture", "write_tokenizer"])
+def test_an_interrupt_leaves_nothing(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, where, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compile_bundle(options(sources, tmp_path / "out", draft="ngram"))
+    assert nothing_at(tmp_path / "out")
+
+
+def test_a_pair_that_does_not_fit_is_refused_before_any_work(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "load", lambda *_, **__: pytest.fail("loaded weights"))
+    with pytest.raises(PairError):
+        compile_bundle(options(sources, tmp_path / "out", draft=str(sources / "other")))
+    assert nothing_at(tmp_path / "out")
+
+
+def test_too_little_memory_is_refused_before_any_work(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "available_memory", lambda: 1024)
+    monkeypatch.setattr(pipeline, "load", lambda *_, **__: pytest.fail("loaded weights"))
+    with pytest.raises(ResourceError, match="memory"):
+        compile_bundle(options(sources, tmp_path / "out"))
+    assert nothing_at(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens must be 1 to 31"),
+        ({"num_speculative_tokens": 32}, "num_speculative_tokens must be 1 to 31"),
+        ({"max_length": 7}, "max_length must be 8 or more"),
+        ({"max_width": 1}, "max_width must be"),
+        ({"prefill_chunk": 0}, "prefill_chunk"),
+        ({"min_ngram": 5}, "min_ngram <= max_ngram"),
+    ],
+)
+def test_options_out_of_range(sources: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        options(sources, tmp_path / "out", **changes)
+
+
+def test_force_replaces_and_without_it_the_old_bundle_stays(bundle: Path, sources: Path) -> None:
+    before = (bundle / "bundle.json").read_bytes()
+    with pytest.raises(ResourceError, match="--force"):
+        compile_bundle(options(sources, bundle))
+    assert (bundle / "bundle.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--target", "nowhere", "--draft", "ngram"], "nowhere"),
+        (["--target", "nowhere"], "--draft"),
+        (["--recipe", "no-such"], "no-such"),
+        (["--recipe", "smollm2-135m", "--target", "x"], "either --recipe"),
+        (["--target", "x", "--draft", "ngram", "--precision", "int3"], "int3"),
+        (["--target", "x", "--draft", "ngram", "--quantize-embedding"], "int4"),
+        (["--target", "x", "--draft", "ngram", "--precision", "int4", "--block-size", "33"], "block size"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_2(tmp_path: Path, arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(build_app(), ["compile", *arguments, "-o", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert nothing_at(tmp_path / "out")
+
+
+def test_the_command_prints_the_manifest_as_json(sources: Path, tmp_path: Path) -> None:
+    arguments = ["compile", "--target", str(sources / "target"), "--draft", "ngram", "--max-length", "64", "--json"]
+    result = CliRunner().invoke(build_app(), [*arguments, "-o", str(tmp_path / "out")])
+    assert result.exit_code == 0
+    assert parse(result.stdout) == manifest_of(tmp_path / "out")
+    assert replace(parse(result.stdout), files=()).name == "out"
+
+
+def test_logits_of_padding_rows_never_become_tokens(sources: Path, tmp_path: Path) -> None:
+    """A head row past the vocabulary that would win every argmax."""
+    model = tiny_model("llama", vocab_size=336)
+    with torch.no_grad():
+        model.lm_head.weight[330] = 50 * torch.sign(model.lm_head.weight[330])
+        model.lm_head.weight[330:] *= 1.0
+        hidden = model.model(torch.arange(24)[None] * 7 % 300).last_hidden_state[0, -1]
+        model.lm_head.weight[330] = 50 * hidden
+    save_folder(tmp_path / "padded", model)
+    compile_bundle(CompileOptions(str(tmp_path / "padded"), "ngram", tmp_path / "out", max_length=64))
+    with runtime.open(tmp_path / "out", threads=1) as session:
+        for seed in range(4):
+            result = session.generate(
+                np.arange(24) * 7 % 300, max_new_tokens=12, temperature=1.0, seed=seed, ignore_eos=True, top_k=0
+            )
+            assert max(result.token_ids) < session.manifest.vocab_size

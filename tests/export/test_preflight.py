@@ -1,0 +1,156 @@
+"""Estimates against files that are really written, and limits read from made-up /proc and cgroup trees."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftc.export.checkpoint import peek
+from draftc.export.preflight import Requirements, available_memory, check, estimate, format_bytes
+from draftc.runtime.errors import ResourceError, UsageError
+from tests.export.tiny_models import save_folder, tiny_model
+
+GIB = 1 << 30
+
+
+def requirements(disk: int = 0, ram: int = 0) -> Requirements:
+    return Requirements(disk_bytes=disk, bundle_bytes=disk, ram_bytes=ram, kv_bytes=0)
+
+
+def test_fp32_estimate_covers_the_weights_as_stored(tmp_path: Path) -> None:
+    save_folder(tmp_path, tiny_model(hidden_size=256, intermediate_size=2048, num_hidden_layers=8))
+    stored = (tmp_path / "model.safetensors").stat().st_size
+    needs = estimate([peek(str(tmp_path))], "fp32", max_length=128)
+    assert 0.99 * stored < needs.bundle_bytes - (32 << 20) < stored
+    assert needs.disk_bytes == needs.bundle_bytes
+
+
+def test_a_quantized_bundle_is_smaller_but_needs_the_float_graph_on_the_way(tmp_path: Path) -> None:
+    save_folder(tmp_path, tiny_model(hidden_size=256, intermediate_size=2048, num_hidden_layers=8))
+    info = peek(str(tmp_path))
+    needs = {name: estimate([info], name, max_length=128) for name in ("fp32", "int8", "int4")}
+    assert needs["int4"].bundle_bytes < needs["int8"].bundle_bytes < needs["fp32"].bundle_bytes
+    assert needs["int4"].disk_bytes - needs["int4"].bundle_bytes == 4 * info.parameters
+    coarse = estimate([info], "int4", max_length=128, block_size=128)
+    assert coarse.bundle_bytes < needs["int4"].bundle_bytes
+
+
+def test_the_tied_table_is_stored_in_float_besides_the_quantized_head(tmp_path: Path) -> None:
+    save_folder(tmp_path / "tied", tiny_model(tie_word_embeddings=True, vocab_size=5000))
+    save_folder(tmp_path / "untied", tiny_model(tie_word_embeddings=False, vocab_size=5000))
+    tied, untied = (estimate([peek(str(tmp_path / name))], "int4", max_length=64) for name in ("tied", "untied"))
+    assert tied.bundle_bytes == untied.bundle_bytes
+
+
+def test_disk_adds_up_over_a_pair_and_memory_is_that_of_the_larger(tmp_path: Path) -> None:
+    save_folder(tmp_path / "t", tiny_model(num_hidden_layers=4))
+    save_folder(tmp_path / "d", tiny_model(num_hidden_layers=1))
+    target, draft = peek(str(tmp_path / "t")), peek(str(tmp_path / "d"))
+    both, alone, small = (estimate(infos, "fp32", max_length=64) for infos in ([target, draft], [target], [draft]))
+    assert both.bundle_bytes == alone.bundle_bytes + small.bundle_bytes
+    assert both.ram_bytes == alone.ram_bytes > small.ram_bytes
+    assert both.kv_bytes == target.shape.kv_bytes(96) + draft.shape.kv_bytes(96)
+
+
+def test_an_unknown_precision_is_refused(tmp_path: Path) -> None:
+    save_folder(tmp_path)
+    with pytest.raises(UsageError, match="precision must be one of fp32, int8, int4, is 'fp8'"):
+        estimate([peek(str(tmp_path))], "fp8", max_length=64)
+
+
+def test_too_little_disk_names_both_numbers_and_the_place(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(ResourceError, match=r"needs about [\d.]+ GiB of disk, .* has [\d.]+ \w+ free") as caught:
+        check(requirements(disk=free + 100 * GIB), tmp_path / "not" / "there" / "yet")
+    assert str(tmp_path) in str(caught.value)
+    assert format_bytes(free + 100 * GIB) in str(caught.value)
+
+
+def test_too_little_memory_names_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftc.export.preflight.available_memory", lambda: 3 * GIB)
+    with pytest.raises(ResourceError, match=r"needs about 5\.0 GiB of memory, 3\.0 GiB is available"):
+        check(requirements(ram=5 * GIB), tmp_path)
+    check(requirements(ram=3 * GIB), tmp_path)
+
+
+def test_unknown_memory_is_not_a_reason_to_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftc.export.preflight.available_memory", lambda: None)
+    check(requirements(ram=1 << 60), tmp_path)
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+MEMINFO = f"MemTotal: {64 * GIB // 1024} kB\nMemFree: 1 kB\nMemAvailable: {20 * GIB // 1024} kB\n"
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "expected"),
+    [
+        ("0::/", {}, 20 * GIB),
+        ("0::/", {"memory.max": "max\n", "memory.current": "5"}, 20 * GIB),
+        ("0::/", {"memory.max": f"{8 * GIB}\n", "memory.current": f"{3 * GIB}\n"}, 5 * GIB),
+        (
+            "0::/",
+            {
+                "memory.max": str(8 * GIB),
+                "memory.current": str(7 * GIB),
+                "memory.stat": f"anon 1\ninactive_file {4 * GIB}\n",
+            },
+            5 * GIB,  # cached file pages can be taken back
+        ),
+        ("0::/a/b", {"a/b/memory.max": str(9 * GIB), "a/b/memory.current": "0"}, 9 * GIB),
+        (
+            "0::/a/b",  # the tighter of the group and its parent
+            {
+                "a/b/memory.max": str(9 * GIB),
+                "a/b/memory.current": "0",
+                "a/memory.max": str(6 * GIB),
+                "a/memory.current": str(2 * GIB),
+            },
+            4 * GIB,
+        ),
+        ("0::/", {"memory.max": str(GIB), "memory.current": str(2 * GIB)}, 0),
+        (
+            "5:memory:/box",
+            {
+                "memory/box/memory.limit_in_bytes": str(2 * GIB),
+                "memory/box/memory.usage_in_bytes": str(GIB),
+                "memory/box/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB // 2}\n",
+            },
+            3 * GIB // 2,
+        ),
+        ("5:memory:/", {"memory/memory.limit_in_bytes": str(1 << 62), "memory/memory.usage_in_bytes": "0"}, 20 * GIB),
+    ],
+)
+def test_memory_is_what_the_machine_and_every_group_leave(
+    tmp_path: Path, group: str, files: dict[str, str], expected: int
+) -> None:
+    proc = write(tmp_path / "proc", {"meminfo": MEMINFO, "self/cgroup": f"{group}\n"})
+    assert available_memory(proc, write(tmp_path / "cgroup", files)) == expected
+
+
+def test_memory_is_unknown_where_the_system_does_not_say(tmp_path: Path) -> None:
+    assert available_memory(tmp_path / "no", tmp_path / "none") is None
+
+
+def test_memory_of_this_machine_is_no_more_than_it_has() -> None:
+    found = available_memory()
+    if found is None:
+        pytest.skip("the system does not say")
+    total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    assert 0 < found <= int(total.split()[1]) * 1024
+
+
+@given(st.integers(0, 1 << 50))
+def test_readable_sizes_are_within_a_twentieth_of_a_unit(count: int) -> None:
+    number, unit = format_bytes(count).split()
+    scale = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
+    assert abs(float(number) * scale - count) <= 0.0501 * scale
+    assert unit == "GiB" or count < 1024 * scale

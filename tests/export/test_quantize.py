@@ -1,0 +1,154 @@
+"""Every constant MatMul is quantized or named; the numbers are ONNX Runtime's own rounding of the weight."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+
+from draftc.export.quantize import QuantizationScheme, QuantizeWeights
+from draftc.runtime.errors import CaptureError, UsageError
+
+VOCAB, WIDTH, INNER = 48, 64, 96
+RNG = np.random.default_rng(0)
+TABLE, UP, DOWN, BIAS = (
+    RNG.normal(size=shape).astype(np.float32) for shape in ((VOCAB, WIDTH), (WIDTH, INNER), (WIDTH, INNER), (INNER,))
+)
+IDS = np.arange(12, dtype=np.int64)[None] * 5 % VOCAB  # (1, 12)
+
+
+def decoder(*, dynamic: bool = False) -> ir.Model:
+    """input_ids → table → Gemm (K, N) + bias → MatMul by a transposed weight → head tied to the table → logits."""
+    ids = ir.Value(name="input_ids", shape=ir.Shape(["B", "S"]), type=ir.TensorType(ir.DataType.INT64))
+    tensors = {"table": TABLE, "up": UP, "bias": BIAS, "down": DOWN, "flat": np.array([-1, WIDTH])}
+    w = {name: ir.Value(name=name, const_value=ir.tensor(array, name=name)) for name, array in tensors.items()}
+    for value in w.values():
+        assert value.const_value is not None
+        value.shape, value.type = ir.Shape(tuple(value.const_value.shape)), ir.TensorType(value.const_value.dtype)
+    nodes: list[ir.Node] = []
+
+    def add(op: str, inputs: list[Any], **attributes: Any) -> ir.Value:
+        nodes.append(ir.node(op, inputs, attributes, name=f"{op}_{len(nodes)}"))
+        return nodes[-1].outputs[0]
+
+    flat = add("Reshape", [add("Gather", [w["table"], ids]), w["flat"]])  # (S, d)
+    inner = add("Gemm", [flat, w["up"], w["bias"]])
+    back = add("MatMul", [inner, add("Transpose", [w["down"]], perm=[1, 0])])
+    if dynamic:
+        back = add("MatMul", [add("MatMul", [back, add("Transpose", [back], perm=[1, 0])]), back])
+    logits = add("Identity", [add("MatMul", [back, add("Transpose", [w["table"]], perm=[1, 0])])])
+    logits.name, logits.shape, logits.type = "logits", ir.Shape(["S", VOCAB]), ir.TensorType(ir.DataType.FLOAT)
+    graph = ir.Graph([ids], [logits], nodes=nodes, initializers=list(w.values()), opset_imports={"": 24}, name="g")
+    return ir.Model(graph, ir_version=10)
+
+
+def run(model: ir.Model, folder: Path) -> NDArray[np.float32]:
+    ir.save(model, folder / "model.onnx", external_data="model.onnx.data")
+    session = ort.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    result: NDArray[np.float32] = session.run(["logits"], {"input_ids": IDS})[0]
+    return result
+
+
+def rounded(matrix: NDArray[np.float32], scheme: QuantizationScheme, axis: int) -> NDArray[np.float32]:
+    """Round to nearest in blocks along `axis`, as ONNX Runtime defines it.
+
+    Symmetric: scale = extreme / -2^(bits-1). With zero points: the range from min(0, least) to max(0, largest) in
+    2^bits - 1 steps, zero being one of them.
+    """
+    along = np.moveaxis(matrix, axis, -1)
+    blocks = along.reshape(-1, matrix.shape[axis] // scheme.block_size, scheme.block_size)
+    top = 2**scheme.bits - 1
+    if scheme.symmetric:
+        extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., None], -1)
+        scale, zero = extreme / -(2 ** (scheme.bits - 1)), np.float32(2 ** (scheme.bits - 1))
+    else:
+        least = np.minimum(blocks.min(-1, keepdims=True), 0)
+        scale = (np.maximum(blocks.max(-1, keepdims=True), 0) - least) / top
+        zero = np.round(-least / scale)
+    values = (np.clip(np.round(blocks / scale + zero), 0, top) - zero) * scale
+    result: NDArray[np.float32] = np.moveaxis(values.reshape(along.shape), -1, axis)
+    return result
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_every_matmul_is_quantized_and_computes_with_the_rounded_weights(
+    tmp_path: Path, bits: int, block_size: int, symmetric: bool
+) -> None:
+    model = decoder()
+    scheme = QuantizationScheme(bits, block_size, symmetric, accuracy_level=1)  # fp32 arithmetic
+    rewrite = QuantizeWeights(scheme)
+    rewrite(model)
+    assert (rewrite.quantized, rewrite.left_in_float) == (3, [])
+    assert [node.op_type for node in model.graph].count("MatMulNBits") == 3
+    inner = TABLE[IDS[0]] @ rounded(UP, scheme, 0) + BIAS
+    expected = inner @ rounded(DOWN, scheme, 1).T @ rounded(TABLE, scheme, 1).T
+    actual = run(model, tmp_path)
+    # A value that lies on a rounding boundary may fall to either side; a wrong axis, block or scale is far outside.
+    assert np.abs(actual - expected).max() < 0.02 * np.abs(expected).max()
+    np.testing.assert_array_equal(actual.argmax(-1), expected.argmax(-1))
+
+
+def test_the_head_can_stay_in_float_and_is_named() -> None:
+    model = decoder()
+    rewrite = QuantizeWeights(QuantizationScheme(4, head=False))
+    rewrite(model)
+    assert (rewrite.quantized, rewrite.left_in_float) == (2, ["table"])
+
+
+def test_products_of_activations_are_not_weights() -> None:
+    model = decoder(dynamic=True)
+    rewrite = QuantizeWeights(QuantizationScheme(4))
+    rewrite(model)
+    assert (rewrite.quantized, rewrite.left_in_float) == (3, [])
+    assert [node.op_type for node in model.graph].count("MatMul") == 2
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_embedding_can_be_quantized(tmp_path: Path, symmetric: bool) -> None:
+    plain, model = decoder(), decoder()
+    QuantizeWeights(QuantizationScheme(4, symmetric=symmetric, accuracy_level=1))(plain)
+    QuantizeWeights(QuantizationScheme(4, symmetric=symmetric, accuracy_level=1, embedding=True))(model)
+    assert "table" in plain.graph.initializers
+    assert "table" not in model.graph.initializers
+    a, b = run(plain, tmp_path), run(model, tmp_path)
+    assert 0 < np.abs(a - b).max() < 0.35 * np.abs(a).max()
+
+
+def test_progress_counts_every_weight() -> None:
+    seen: list[tuple[int, int]] = []
+    QuantizeWeights(QuantizationScheme(4), lambda done, total: seen.append((done, total)))(decoder())
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+def test_a_graph_without_weights_is_refused() -> None:
+    model = decoder()
+    for node in list(model.graph):
+        if node.op_type in ("MatMul", "Gemm"):
+            node.op_type = "Elsewhere"
+    with pytest.raises(CaptureError, match="no MatMul"):
+        QuantizeWeights(QuantizationScheme(4))(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"bits": 3}, "bits must be 4 or 8"),
+        ({"bits": 4, "block_size": 48}, "block size must be"),
+        ({"bits": 8, "embedding": True}, "int4 only"),
+    ],
+)
+def test_a_scheme_that_is_not_offered_is_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        QuantizationScheme(**arguments)
+
+
+def test_the_root_logger_stays_as_it_was() -> None:
+    before = (list(logging.getLogger().handlers), logging.getLogger().level)
+    QuantizeWeights(QuantizationScheme(4))
+    assert (list(logging.getLogger().handlers), logging.getLogger().level) == before

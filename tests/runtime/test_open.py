@@ -1,0 +1,129 @@
+"""`draftc.runtime.open` on a bundle of two tiny graphs: the whole runtime, with its real engine."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import draftc.runtime as draftc
+from draftc.runtime.bundle import list_files, sha256_files
+from draftc.runtime.errors import BackendUnavailableError, BundleError, UsageError
+from draftc.runtime.graphio import GraphSpec
+from draftc.runtime.manifest import MANIFEST_NAME, FileEntry, to_json
+from draftc.runtime.ort import OrtEngine
+from draftc.runtime.session import Session
+from draftc.runtime.text import Tokenizer
+from tests.runtime.fakes import tokens
+from tests.runtime.sessions import MAX_LENGTH, MAX_WIDTH, make_manifest
+from tests.runtime.tiny_model import DIM, TinyModel
+
+LENGTH = MAX_LENGTH + MAX_WIDTH
+PROMPT = "the quick brown fox"
+
+
+def write_manifest(root: Path, tokenizer: Tokenizer, **fields: Any) -> None:
+    spec = GraphSpec.decoder([(1, DIM, DIM)], LENGTH, tokenizer.vocab_size, "float32")
+    sizes = list_files(root, ["target", "draft", "tokenizer"])
+    digests = sha256_files(root, [*sizes])
+    files = tuple(
+        FileEntry(path=path, size=size, sha256=digest)
+        for (path, size), digest in zip(sizes.items(), digests, strict=True)
+    )
+    manifest = make_manifest(spec, tokenizer.vocab_size, **fields)
+    (root / MANIFEST_NAME).write_text(to_json(replace(manifest, files=files)), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def target(byte_level_folder: Path) -> TinyModel:
+    return TinyModel(LENGTH, Tokenizer.from_folder(byte_level_folder).vocab_size)
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, byte_level_folder: Path, target: TinyModel) -> Path:
+    root = tmp_path / "bundle"
+    shutil.copytree(byte_level_folder, root / "tokenizer")
+    for folder, model in (("target", target), ("draft", TinyModel(LENGTH, target.vocab, noise=0.2))):
+        (root / folder).mkdir()
+        model.save(root / folder / "model.onnx")
+    write_manifest(root, Tokenizer.from_folder(byte_level_folder))
+    return root
+
+
+def addresses(session: Session) -> Iterator[dict[str, int]]:
+    for decoder in session.decoders:
+        assert isinstance(decoder.engine, OrtEngine)
+        yield decoder.engine.kv_addresses
+
+
+def test_text_is_the_targets_and_caches_stay_where_they_are(bundle: Path, target: TinyModel) -> None:
+    with draftc.open(bundle, threads=1) as session:
+        before = list(addresses(session))
+        prompt = session.encode(PROMPT)
+        text = list(prompt)
+        for _ in range(30):
+            text.append(int(target.expected(tokens(*text), 1)[0].argmax()))
+        accepted = {}
+        for method in ("draft_model", "ngram", "plain"):
+            result = session.generate(PROMPT, method=method, max_new_tokens=30, ignore_eos=True, logprobs=True)
+            assert result.token_ids == text[len(prompt) :]
+            accepted[method] = result.stats.accepted
+            assert list(addresses(session)) == before
+        assert accepted["draft_model"] > 0
+        assert accepted["plain"] == 0
+        logits = target.expected(tokens(*text[:-1]), 30).astype(np.float64)
+        normalised = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        expected = [row[token] for row, token in zip(normalised, text[-30:], strict=True)]
+        assert result.logprobs == pytest.approx(expected, abs=1e-3)
+
+
+def test_two_sessions_share_nothing(bundle: Path) -> None:
+    with draftc.open(bundle, threads=1) as one, draftc.open(str(bundle), threads=1) as two:
+        assert not {a for named in addresses(one) for a in named.values()} & {
+            a for named in addresses(two) for a in named.values()
+        }
+        stream = one.stream(PROMPT, max_new_tokens=10)
+        next(stream)
+        assert two.generate(PROMPT, max_new_tokens=10).text == stream.drain().text
+
+
+def test_an_ngram_bundle_opens_without_a_draft_graph(bundle: Path, byte_level_folder: Path) -> None:
+    shutil.rmtree(bundle / "draft")
+    write_manifest(bundle, Tokenizer.from_folder(byte_level_folder), method="ngram")
+    with draftc.open(bundle, threads=1) as session:
+        assert list(session.drafters) == ["ngram"]
+        drafter = session.drafters["ngram"]
+        assert (drafter.min_ngram, drafter.max_ngram) == (1, 3)  # type: ignore[attr-defined]
+        assert len(session.generate(PROMPT, max_new_tokens=5, ignore_eos=True).token_ids) == 5
+
+
+def test_an_altered_file_is_found(bundle: Path) -> None:
+    path = bundle / "draft" / "model.onnx"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")  # of the same size
+    with pytest.raises(BundleError, match="sha256"):
+        draftc.open(bundle)
+
+
+def test_bytes_that_are_no_graph_under_a_right_hash(bundle: Path, byte_level_folder: Path) -> None:
+    (bundle / "target" / "model.onnx").write_bytes(b"this is no graph")
+    write_manifest(bundle, Tokenizer.from_folder(byte_level_folder))
+    with pytest.raises(BundleError, match=r"cannot load model\.onnx"):
+        draftc.open(bundle)
+
+
+def test_arguments_of_open(bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="unknown device 'tpu': this backend serves cpu"):
+        draftc.open(bundle, device="tpu")
+    with pytest.raises(UsageError, match="threads must be 1 or more, got 0"):
+        draftc.open(bundle, threads=0)
+    with pytest.raises(BundleError, match="no such folder"):
+        draftc.open(tmp_path / "nowhere")
+
+
+def test_a_double_install_is_found_on_open(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftc.runtime.ort._installed", lambda name: True)
+    with pytest.raises(BackendUnavailableError, match="both installed"):
+        draftc.open(bundle)

@@ -66,13 +66,15 @@ def compile_(
 
     draftc compile --recipe smollm2-135m -o out/smollm2
     """
-    from draftc.export.catalog import fetch_recipe, load_recipe
+    from draftc.export.catalog import fetch_recipe, load_model, load_recipe
     from draftc.export.compile import CompileOptions, compile_bundle
     from draftc.export.progress import Quiet, RichReporter
     from draftc.export.quantize import QuantizationScheme
 
     console = Console(stderr=True)
     report = Quiet() if quiet or as_json else RichReporter(console)
+    target_license: str | None = None
+    draft_license: str | None = None
     if recipe is not None:
         if target is not None or draft is not None:
             raise UsageError("give either --recipe or --target and --draft")
@@ -82,6 +84,8 @@ def compile_(
         draft = str(paths.get(chosen.draft, chosen.draft))
         precision, k, max_length = precision or chosen.precision, k or chosen.k, max_length or chosen.max_length
         name = name or chosen.name
+        licences = {model: load_model(model).licence for model in chosen.models}
+        target_license, draft_license = licences[chosen.target], licences.get(chosen.draft)
     if target is None or draft is None:
         raise UsageError('name --target and --draft (a model, or "ngram"), or a --recipe')
     precision = precision or "fp32"
@@ -107,6 +111,8 @@ def compile_(
         force=force,
         trust_remote_code=trust_remote_code,
         name=name,
+        target_license=target_license,
+        draft_license=draft_license,
     )
     begin = time.monotonic()
     if isinstance(report, RichReporter):

@@ -54,8 +54,8 @@ class CompileOptions:
     """What `draftc compile` was asked for.
 
     `target` and `draft` are sources (a folder, a hub id, a .gguf file); `draft` may be "ngram". `scheme` None keeps
-    float32. `max_length` None is 2048, or the target's context where that is shorter. Raises UsageError for values out
-    of range.
+    float32. `max_length` None is 2048, or the target's context where that is shorter. A licence that the source itself
+    names goes before `target_license` and `draft_license`. Raises UsageError for values out of range.
     """
 
     target: str
@@ -71,6 +71,8 @@ class CompileOptions:
     force: bool = False
     trust_remote_code: bool = False
     name: str | None = None
+    target_license: str | None = None
+    draft_license: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 8:
@@ -190,7 +192,7 @@ def _build(
         source=Source(
             kind=info.source.kind,
             location=info.source.repo or info.source.name,
-            license=info.licence,
+            license=info.licence or (options.target_license if role == "target" else options.draft_license),
             fingerprint=f"sha256:{fingerprint}",
         ),
         quantization=quantization,
@@ -272,8 +274,10 @@ def _report(
 def _manifest(
     options: CompileOptions, limits: Limits, target: CheckpointInfo, built: list[_Built], pair: PairReport | None
 ) -> Manifest:
-    ngrams = {"min_ngram": options.min_ngram, "max_ngram": options.max_ngram}
-    draft: Draft = DraftModel(model=built[1].model, **ngrams) if len(built) == 2 else NgramDraft(**ngrams)
+    shortest, longest = options.min_ngram, options.max_ngram
+    draft: Draft = NgramDraft(min_ngram=shortest, max_ngram=longest)
+    if len(built) == 2:
+        draft = DraftModel(model=built[1].model, min_ngram=shortest, max_ngram=longest)
     return Manifest(
         draftc_version=importlib.metadata.version("draftc"),
         name=options.name or options.out.resolve().name,

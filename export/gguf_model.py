@@ -279,7 +279,7 @@ def build_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     for token, code in zip(tokens, types, strict=True):  # in order of ids
         if code in (CONTROL, USER_DEFINED):
             tokenizer.add_tokens([AddedToken(token, normalized=False, special=code == CONTROL)])
-    named = {role: tokens[index] for role, index in special.items() if index is not None}
+    named = {role: tokens[index] for role, index in special.items() if index is not None and index < len(tokens)}
     if file.get("tokenizer.ggml.add_bos_token", bool, llama3) and "bos_token" in named:
         bos = named["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -306,7 +306,8 @@ def _vocabulary(file: GgufFile) -> tuple[list[str], list[int]]:
 def _special_id(file: GgufFile, role: str) -> int | None:
     """The id of a special token; None where the file names none, or one that is not a token."""
     index = file.metadata.get(f"tokenizer.ggml.{role}_token_id")
-    return index if isinstance(index, int) and 0 <= index < len(_vocabulary(file)[0]) else None
+    count = len(file.get("tokenizer.ggml.tokens", list))
+    return index if isinstance(index, int) and 0 <= index < count else None
 
 
 def _pre_tokenizer(name: str, split: str | None) -> Any:

@@ -92,7 +92,7 @@ def check_pair(target: CheckpointInfo, draft: CheckpointInfo, max_length: int, k
 
 
 def tokenizer_fingerprint(info: CheckpointInfo) -> str:
-    """ "sha256:" over the map of token → id: equal for two checkpoints exactly when they read and write the same ids."""
+    """The sha256, as "sha256:…", of the map of token → id: equal exactly where `check_pair` accepts the tokenizers."""
     vocabulary = json.dumps(sorted(info.tokenizer.get_vocab().items()), ensure_ascii=True)
     return "sha256:" + hashlib.sha256(vocabulary.encode()).hexdigest()
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-__all__ = ["LOWERINGS", "FuseTransposedWeights", "SplitGemms", "constant_weight", "lower", "replace_node"]
+__all__ = ["LOWERINGS", "MICROSOFT", "FuseTransposedWeights", "SplitGemms", "constant_weight", "lower", "replace_node"]
 
 MICROSOFT = "com.microsoft"
 

@@ -145,7 +145,7 @@ def _onnxruntime_quantizer(scheme: QuantizationScheme) -> Any:
 def _initializer(graph: ir.Graph, name: str, data: "NDArray[Any] | ir.PackedTensor[Any]") -> ir.Value:
     tensor = data if isinstance(data, ir.PackedTensor) else ir.tensor(data, name=name)
     value = ir.Value(
-        name=name, shape=ir.Shape(tuple(tensor.shape)), type=ir.TensorType(tensor.dtype), const_value=tensor
+        name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
     )
     graph.register_initializer(value)
     return value

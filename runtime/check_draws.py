@@ -21,7 +21,7 @@ from draftc.runtime.sampler import Sampler
 from draftc.runtime.stats import Stats
 from draftc.runtime.warp import Distribution, Sampling
 
-__all__ = ["MIN_TOKENS", "DrawSeries", "LogitTap", "tapped"]
+__all__ = ["MIN_TOKENS", "Bets", "DrawSeries", "LogitTap", "tapped"]
 
 MIN_TOKENS = 3  # of every draw, so that a rejection is followed by another step
 PILOTS = 3  # draws that only measure the time of one
@@ -29,6 +29,19 @@ DEPTH = 2  # accepted proposals that a reference distribution goes behind
 CELLS = 8
 CELL_EXPECTED = 20  # draws; tokens expected less often share one cell
 CELL_FLOOR = 1e-6  # so that a token of probability 0 counts much, but not infinitely
+
+
+class Bets:
+    """Events that came true or not, and the probability that each had."""
+
+    def __init__(self) -> None:
+        self.events: list[bool] = []
+        self.probabilities: list[float] = []
+
+    def add(self, event: bool, probability: float) -> None:
+        """Record one event."""
+        self.events.append(event)
+        self.probabilities.append(probability)
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,7 @@ class _Draw:
     """All tokens of one draw, the outcome of its first step, and the first row of logits (V,) of that step's call."""
 
     drawn: list[_Drawn]
+    proposals: list[Proposal]
     first: list[int]
     accepted: int
     stats: Stats
@@ -84,8 +98,8 @@ class DrawSeries:
         self.proposed = 0
         self.accepted = 0
         self.impossible = 0
-        self.events: list[bool] = []
-        self.probabilities: list[float] = []
+        self.output = Bets()  # an emitted token is one that the target favours over the draft
+        self.proposal = Bets()  # a drawn proposal is the draft's likeliest token
         self.nodes: list[_Node] = []  # of all prefixes
         self.here: dict[tuple[int, ...], _Node] = {}  # of the prefix at hand
         self.reference: Logits = np.empty(0, np.float32)  # (V,), the first row at the prefix at hand
@@ -127,6 +141,7 @@ class DrawSeries:
         stats = Stats()
         loop = Loop(target, self.drafter, text, sampler, lambda tokens: tokens, stats)
         drawn: list[_Drawn] = []
+        proposals: list[Proposal] = []
         first = None
         while first is None or len(drawn) < MIN_TOKENS:
             step = loop.step(self.k)
@@ -135,7 +150,8 @@ class DrawSeries:
             for i, token in enumerate(step.tokens):
                 drawn.append(_Drawn(token, judge.distribution(tap.rows[i, :size]), self.drafter.q(i, size)))
                 judge.push(token)
-        return _Draw(drawn, first.tokens, first.accepted, stats, row)
+            proposals.append(self.drafter.last)
+        return _Draw(drawn, proposals, first.tokens, first.accepted, stats, row)
 
     def seconds_per_draw(self, target: Decoder, tap: "LogitTap", prefix: Tokens) -> float:
         """Measured after one draw that prefills."""
@@ -158,9 +174,11 @@ class DrawSeries:
                 node.counts[token] += 1
         for one in draw.drawn:
             side = one.p > one.q if one.q is not None else one.p == one.p.max()
-            self.events.append(bool(side[one.token]))
-            self.probabilities.append(float(one.p[side].sum()))
+            self.output.add(bool(side[one.token]), float(one.p[side].sum()))
             self.impossible += int(one.p[one.token] == 0)
+        for proposal in draw.proposals:
+            for x, q in zip(proposal.tokens.tolist(), proposal.q or (), strict=False):
+                self.proposal.add(x == int(q.argmax()), float(q.max()))
 
 
 def _node(history: tuple[int, ...], p: Distribution, reach: float) -> _Node:
@@ -217,7 +235,7 @@ class _ProposalTap:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self._last = Proposal()
+        self.last = Proposal()
 
     @property
     def method(self) -> str:
@@ -228,15 +246,15 @@ class _ProposalTap:
         return self._drafter.decoders
 
     def propose(self, text: Tokens, k: int, sampler: Sampler) -> Proposal:
-        self._last = self._drafter.propose(text, k, sampler)
-        return self._last
+        self.last = self._drafter.propose(text, k, sampler)
+        return self.last
 
     def q(self, i: int, size: int) -> Distribution | None:
         """The distribution (V,) of proposal i: one-hot where it was chosen, None where there is none."""
-        if i >= self._last.tokens.size:
+        if i >= self.last.tokens.size:
             return None
-        if self._last.q is not None:
-            return self._last.q[i]
+        if self.last.q is not None:
+            return self.last.q[i]
         q = np.zeros(size)
-        q[self._last.tokens[i]] = 1.0
+        q[self.last.tokens[i]] = 1.0
         return q

@@ -1,6 +1,6 @@
 """Sampling: the tokens that the speculative loop draws have the target's distribution.
 
-At a few fixed prefixes the real loop, with the bundle's own drafters, is run again and again with other seeds. Two
+At a few fixed prefixes the real loop, with the bundle's own drafters, is run again and again with other seeds. Three
 tests look at the same draws:
 
 * `g`: a G-test of the next tokens at each prefix against reference distributions: of the first token, and of the second
@@ -8,10 +8,13 @@ tests look at the same draws:
   loop's width, since a graph's kernels may differ between widths; how far they do is reported apart.
 * `lean`: for every token of every draw, whether it is one that the target favours over the draft, p(x) > q(x), against
   the probability p gives to that, in the very call that the loop made. An error in acceptance, in q or in the residual
-  moves mass between these two sides, so this finds it with the fewest draws. Where nothing was proposed, the side is
-  "the target's likeliest token".
+  moves mass between these two sides, so this finds it with few draws. Where nothing was proposed, the side is "the
+  target's likeliest token".
+* `proposal`: whether a drawn proposal is the draft's likeliest token, against the probability q gives to that. All of
+  losslessness rests on q being what the proposal was drawn from; an error there is a large one in the proposals and
+  a small one in the output. Chosen proposals (n-grams) have no q to test.
 
-Both p-values are proven bounds (see gof), so that a sound bundle fails once in 1 / ALPHA runs, over all tests together.
+The p-values are proven bounds (see gof), so that a sound bundle fails once in 1 / ALPHA runs, over all tests together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +23,7 @@ from time import perf_counter
 
 import numpy as np
 
-from draftc.runtime.check_draws import MIN_TOKENS, DrawSeries, tapped
+from draftc.runtime.check_draws import MIN_TOKENS, Bets, DrawSeries, tapped
 from draftc.runtime.check_greedy import greedy
 from draftc.runtime.check_numerics import rows_of
 from draftc.runtime.engine import Tokens
@@ -29,7 +32,7 @@ from draftc.runtime.gof import betting_p_value, detectable_shift, detectable_tv,
 from draftc.runtime.session import Session
 from draftc.runtime.warp import Sampling, softmax
 
-__all__ = ["ALPHA", "MIN_DRAWS", "SETTINGS", "SamplingCase", "SamplingDetails", "check_sampling"]
+__all__ = ["ALPHA", "MIN_DRAWS", "SETTINGS", "GTest", "SamplingCase", "SamplingDetails", "Shift", "check_sampling"]
 
 ALPHA = 1e-6  # of all tests together
 MIN_DRAWS = 100  # per drafter and setting; with fewer, only gross errors could show, and the part does not pass
@@ -48,11 +51,40 @@ SETTINGS: Mapping[str, Sampling] = {
 
 
 @dataclass(frozen=True)
-class SamplingCase:
-    """One drafter under one setting: `draws` of `tokens` in all, of which `proposed` were offered.
+class GTest:
+    """The statistic with its degrees of freedom, an upper bound of its p-value, and the total variation it finds."""
 
-    `g` with `dof` degrees of freedom and `lean` (observed minus expected frequency of a token that the target favours)
-    have the p-values `g_p` and `lean_p`, and find total variations of about `g_detects` and `lean_detects`.
+    g: float
+    dof: int
+    p: float
+    detects: float
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Observed minus expected frequency of `events` events, an upper bound of its p-value, and what shift is found."""
+
+    shift: float
+    events: int
+    p: float
+    detects: float
+
+    @classmethod
+    def of(cls, bets: Bets, alpha: float) -> "Shift":
+        """The test of `bets` at a false alarm rate of `alpha`."""
+        shift = float(np.mean(bets.events) - np.mean(bets.probabilities)) if bets.events else 0.0
+        return cls(
+            shift,
+            len(bets.events),
+            betting_p_value(bets.events, bets.probabilities),
+            detectable_shift(bets.probabilities, alpha),
+        )
+
+
+@dataclass(frozen=True)
+class SamplingCase:
+    """One drafter under one setting: `draws` of `tokens` in all, of which `proposed` were offered; and three tests.
+
     `impossible` counts tokens to which the target gives no probability at all.
     """
 
@@ -63,15 +95,16 @@ class SamplingCase:
     tokens: int
     proposed: int
     accepted: int
-    g: float
-    dof: int
-    g_p: float
-    g_detects: float
-    lean: float
-    lean_p: float
-    lean_detects: float
+    g: GTest
+    lean: Shift
+    proposal: Shift
     impossible: int
     passed: bool
+
+    @property
+    def smallest_p(self) -> float:
+        """Of the three tests."""
+        return min(self.g.p, self.lean.p, self.proposal.p)
 
 
 @dataclass(frozen=True)
@@ -110,10 +143,14 @@ class SamplingDetails:
         """One line."""
         bad = [case for case in self.cases if not case.passed]
         if bad:
-            case = min(bad, key=lambda case: min(case.g_p, case.lean_p))
-            what = f"G p ≤ {case.g_p:.1g}, lean {case.lean:+.3f} p ≤ {case.lean_p:.1g}"
+            case = min(bad, key=lambda case: case.smallest_p)
+            what = ", ".join(
+                f"{name} p ≤ {test.p:.1g}"
+                for name, test in (("G", case.g), ("lean", case.lean), ("proposal", case.proposal))
+                if test.p < self.alpha_per_test
+            )
             if case.impossible:
-                what += f", {case.impossible} tokens that the target rules out"
+                what = f"{case.impossible} tokens that the target rules out{what and ', '}{what}"
             return (
                 f"the loop does not draw from the target's distribution in {len(bad)} of {len(self.cases)} cases; "
                 f"worst: {case.method}, {case.setting}: {what} (alarm below {self.alpha_per_test:.1g})"
@@ -127,10 +164,10 @@ class SamplingDetails:
                 f"not enough draws: {fewest} of the {MIN_DRAWS} needed per case fit into {self.budget_s:.0f} s; "
                 f"allow about {np.ceil(needed):.0f} s"
             )
-        detects = max(case.lean_detects for case in self.cases)
+        detects = max(case.lean.detects for case in self.cases)
         return (
             f"{sum(case.draws for case in self.cases)} draws in {len(self.cases)} cases fit the target's distribution "
-            f"(smallest p {min(min(case.g_p, case.lean_p) for case in self.cases):.2g}; shifts of {detects:.3f} or "
+            f"(smallest p {min(case.smallest_p for case in self.cases):.2g}; shifts of {detects:.3f} or "
             "more would show)"
         )
 
@@ -182,7 +219,7 @@ def check_sampling(
                 if perf_counter() < deadline:
                     run.record(run.draw(session.target, tap, prefix, draw_seed))
             on_progress((done + 1) / len(blocks))
-    alpha = ALPHA / (2 * len(runs))
+    alpha = ALPHA / (3 * len(runs))
     return SamplingDetails(
         alpha=ALPHA,
         alpha_per_test=alpha,
@@ -230,8 +267,8 @@ def _case(run: DrawSeries, alpha: float) -> SamplingCase:
     """The tests, each at a false alarm rate of `alpha`."""
     dof = sum(node.cells.size for node in run.nodes)
     g = sum(g_statistic(node.table, node.p) for node in run.nodes)
-    g_p = g_tail_bound(g, dof)
-    lean_p = betting_p_value(run.events, run.probabilities)
+    tests = GTest(g, dof, g_tail_bound(g, dof), detectable_tv(run.draws, dof, alpha))
+    lean, proposal = Shift.of(run.output, alpha), Shift.of(run.proposal, alpha)
     return SamplingCase(
         method=run.method,
         setting=run.setting,
@@ -240,13 +277,9 @@ def _case(run: DrawSeries, alpha: float) -> SamplingCase:
         tokens=run.tokens,
         proposed=run.proposed,
         accepted=run.accepted,
-        g=g,
-        dof=dof,
-        g_p=g_p,
-        g_detects=detectable_tv(run.draws, dof, alpha),
-        lean=float(np.mean(run.events) - np.mean(run.probabilities)) if run.events else 0.0,
-        lean_p=lean_p,
-        lean_detects=detectable_shift(run.probabilities, alpha),
+        g=tests,
+        lean=lean,
+        proposal=proposal,
         impossible=run.impossible,
-        passed=min(g_p, lean_p) >= alpha and run.impossible == 0,
+        passed=min(tests.p, lean.p, proposal.p) >= alpha and run.impossible == 0,
     )

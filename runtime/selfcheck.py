@@ -214,7 +214,9 @@ def _details(details: Details | None) -> Sequence[RenderableType]:
             ),
         ]
     if isinstance(details, SamplingDetails):
-        table = _table("drafter", "setting", "draws", "tokens", "acceptance", "G p ≤", "lean", "lean p ≤", "finds")
+        table = _table(
+            "drafter", "setting", "draws", "tokens", "acceptance", "p of G", "lean", "p", "finds", "proposal", "p"
+        )
         for case in details.cases:
             table.add_row(
                 f"{case.method}-k{case.k}",
@@ -222,10 +224,12 @@ def _details(details: Details | None) -> Sequence[RenderableType]:
                 str(case.draws),
                 str(case.tokens),
                 f"{case.accepted / case.proposed:.3f}" if case.proposed else "-",
-                f"{case.g_p:.2g}",
-                f"{case.lean:+.4f}",
-                f"{case.lean_p:.2g}",
-                f"{case.lean_detects:.3f}",
+                f"{case.g.p:.2g}",
+                f"{case.lean.shift:+.4f}",
+                f"{case.lean.p:.2g}",
+                f"{case.lean.detects:.3f}",
+                f"{case.proposal.shift:+.4f}" if case.proposal.events else "-",
+                f"{case.proposal.p:.2g}" if case.proposal.events else "-",
                 style=None if case.passed else "red",
             )
         note = (

@@ -22,7 +22,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = {"runtime": "draftc/runtime", "export": "draftc/export", "models": "draftc/export/recipes"}
+FOLDERS = {
+    "runtime": "draftc/runtime",
+    "export": "draftc/export",
+    "export/optimum_register": "optimum/commands/register",
+    "models": "draftc/export/recipes",
+}
 
 
 def run(command: list[str], cwd: Path) -> "subprocess.CompletedProcess[str]":
@@ -108,7 +113,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for folder in FOLDERS:
+    for folder in {folder.split("/")[0] for folder in FOLDERS}:
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     out = tmp_path_factory.mktemp("dist")
     # build makes the wheel out of the sdist, so that a file which only the sdist lacks shows as well.
@@ -137,6 +142,12 @@ def lean(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Lean:
     return Lean(home / "venv/bin", home)
 
 
+def installed_as(path: Path) -> str:
+    """Where the wheel has a file of the tree."""
+    folder = max((folder for folder in FOLDERS if path.is_relative_to(ROOT / folder)), key=len)
+    return f"{FOLDERS[folder]}/{path.relative_to(ROOT / folder).as_posix()}"
+
+
 def declared(built: Built, extra: str) -> list[str]:
     """The wheel's requirements with one extra (or "" for none), without their `extra` markers."""
     requirements = [Requirement(text) for text in built.metadata.get_all("Requires-Dist") or []]
@@ -150,8 +161,8 @@ def declared(built: Built, extra: str) -> list[str]:
 def test_wheel_has_every_file_of_the_tree_and_nothing_else(built: Built) -> None:
     """A package or data file that pyproject.toml forgets works in an editable install and is missing here."""
     expected = {
-        f"{installed}/{path.relative_to(ROOT / folder).as_posix()}"
-        for folder, installed in FOLDERS.items()
+        installed_as(path)
+        for folder in FOLDERS
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
         if folder != "models" or path.suffix in (".py", ".toml")  # weights and notes beside the recipes stay here
@@ -231,6 +242,20 @@ def test_help_lists_the_commands(lean: Lean) -> None:
     assert result.returncode == 0, result.stderr
     for command in ("run", "chat", "verify", "bench", "inspect", "compile"):
         assert command in result.stdout.split()
+
+
+def test_optimum_finds_the_plugin_of_the_wheel(built: Built, lean: Lean, tmp_path: Path) -> None:
+    """Optimum lies elsewhere on the path, as one namespace with the wheel's module; torch is not there."""
+    optimum = importlib.metadata.distribution("optimum").locate_file("optimum")
+    (tmp_path / "optimum").symlink_to(Path(str(optimum)))
+    result = lean.python(
+        f"import sys; sys.path.append({str(tmp_path)!r})\n"
+        "sys.argv[1:] = ['export', 'draftc', '-m', 'model', '--draft', 'ngram', 'out']\n"
+        "from optimum.commands.optimum_cli import main; main()"
+    )
+    assert result.returncode == 2, result.stdout + result.stderr
+    (line,) = result.stderr.splitlines()
+    assert re.search(r"^draftc: .* pip install ['\"]?draftc\[[\w,]*export\]", line)
 
 
 @pytest.mark.parametrize(

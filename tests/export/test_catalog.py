@@ -172,7 +172,7 @@ def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: py
     assert catalog.cache_dir() == tmp_path / ".cache" / "draftc-models"
 
 
-# --- the recipes that are shipped --------------------------------------------------------------------------------------
+# --- the recipes that are shipped ------------------------------------------------------------------------------------
 
 
 def test_every_recipe_names_models_that_exist_and_settings_that_are_legal() -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -99,14 +99,14 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.server_close()
 
 
-def run(home: Path, endpoint: str, *names: str, offline: str = "0") -> dict[str, dict[str, str]]:
+def run(home: Path, endpoint: str, *names: str, offline: str = "0") -> dict[str, dict[str, Any]]:
     """Run SCENARIO over `names` in a fresh process that uses `home` as its cache."""
     settings = {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": offline, "NO_PROXY": "127.0.0.1"}
     settings |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCENARIO, *names]
     result = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    answers: dict[str, dict[str, str]] = json.loads(result.stdout.splitlines()[-1])
+    answers: dict[str, dict[str, Any]] = json.loads(result.stdout.splitlines()[-1])
     return answers
 
 
@@ -116,11 +116,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def online(hub: str, cache: Path) -> dict[str, dict[str, str]]:
+def online(hub: str, cache: Path) -> dict[str, dict[str, Any]]:
     return run(cache, hub, "org/tiny", "org/gated", "org/nothing", "org/tiny@other-revision")
 
 
-def test_sizes_are_known_before_any_weights_are_downloaded(online: dict[str, dict[str, str]]) -> None:
+def test_sizes_are_known_before_any_weights_are_downloaded(online: dict[str, dict[str, Any]]) -> None:
     model = tiny_model()
     answer = online["org/tiny"]
     assert answer["parameters"] == sum(value.numel() for value in model.parameters())
@@ -130,7 +130,7 @@ def test_sizes_are_known_before_any_weights_are_downloaded(online: dict[str, dic
     assert answer["commit"] == COMMIT
 
 
-def test_only_files_that_cannot_run_code_are_asked_for(online: dict[str, dict[str, str]]) -> None:
+def test_only_files_that_cannot_run_code_are_asked_for(online: dict[str, dict[str, Any]]) -> None:
     assert "fingerprint" in online["org/tiny"]
     asked = set(FakeHub.requests)
     assert {"config.json", "tokenizer.json", "model.safetensors", "model.safetensors (range)"} <= asked
@@ -145,14 +145,14 @@ def test_only_files_that_cannot_run_code_are_asked_for(online: dict[str, dict[st
         ("org/tiny@other-revision", r"hub model 'org/tiny' has no such revision"),
     ],
 )
-def test_what_the_hub_refuses_is_told_in_one_line(online: dict[str, dict[str, str]], name: str, message: str) -> None:
+def test_what_the_hub_refuses_is_told_in_one_line(online: dict[str, dict[str, Any]], name: str, message: str) -> None:
     assert online[name]["error"] == "CheckpointError"
     assert re.match(message, online[name]["message"])
     assert "\n" not in online[name]["message"]
 
 
 def test_offline_uses_the_cache_and_says_so_when_it_is_not_there(
-    hub: str, cache: Path, online: dict[str, dict[str, str]]
+    hub: str, cache: Path, online: dict[str, dict[str, Any]]
 ) -> None:
     before = len(FakeHub.requests)
     answers = run(cache, hub, "org/tiny", "org/other", offline="1")
@@ -166,7 +166,7 @@ def test_offline_uses_the_cache_and_says_so_when_it_is_not_there(
 
 
 def test_an_unreachable_hub_uses_the_cache_and_names_the_ways_out(
-    cache: Path, online: dict[str, dict[str, str]]
+    cache: Path, online: dict[str, dict[str, Any]]
 ) -> None:
     answers = run(cache, "http://127.0.0.1:9", "org/tiny", "org/other")  # nothing listens on the discard port
     assert answers["org/tiny"]["fingerprint"] == online["org/tiny"]["fingerprint"]

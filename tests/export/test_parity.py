@@ -115,10 +115,11 @@ def test_eager_logits_are_the_models_own() -> None:
 
 def test_parity_tokens_begin_with_bos_and_repeat_the_text() -> None:
     tokenizer = tiny_tokenizer(extra=[TEXT])
-    tokens = parity.parity_tokens(tokenizer, 3000)
-    assert tokens.shape == (3000,)
+    tokens = parity.parity_tokens(tokenizer, 6000)
+    assert tokens.shape == (6000,)
     assert tokens[0] == tokenizer.bos_token_id
-    period = 1 + int(np.flatnonzero(np.lib.stride_tricks.sliding_window_view(tokens[2:], 40) @ np.ones(40) >= 0)[0])
-    assert period >= 1
-    text = tokenizer.decode(tokens[1:400])
-    assert text.startswith("A lighthouse keeper")
+    (starts,) = np.nonzero((np.lib.stride_tricks.sliding_window_view(tokens, 40) == tokens[1:41]).all(axis=1))
+    assert len(starts) > 1
+    period = starts[1] - starts[0]
+    np.testing.assert_array_equal(tokens[1 : 6000 - period], tokens[1 + period :])
+    assert str(tokenizer.decode(tokens[1:400])).startswith("A lighthouse keeper")

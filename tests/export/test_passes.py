@@ -26,7 +26,7 @@ def model_of(op: str, attributes: dict[str, Any], *, transpose: bool, bias: bool
         values.append(ir.Value(name="b", const_value=ir.tensor(BIAS, name="b")))
     for value in values:
         assert value.const_value is not None
-        value.shape, value.type = ir.Shape(tuple(value.const_value.shape)), ir.TensorType(ir.DataType.FLOAT)
+        value.shape, value.type = ir.Shape(value.const_value.shape.numpy()), ir.TensorType(ir.DataType.FLOAT)
     nodes, operands = [], list(values)
     if transpose:
         nodes.append(ir.node("Transpose", [operands[0]], {"perm": [1, 0]}))

@@ -28,7 +28,7 @@ def decoder(*, dynamic: bool = False) -> ir.Model:
     w = {name: ir.Value(name=name, const_value=ir.tensor(array, name=name)) for name, array in tensors.items()}
     for value in w.values():
         assert value.const_value is not None
-        value.shape, value.type = ir.Shape(tuple(value.const_value.shape)), ir.TensorType(value.const_value.dtype)
+        value.shape, value.type = ir.Shape(value.const_value.shape.numpy()), ir.TensorType(value.const_value.dtype)
     nodes: list[ir.Node] = []
 
     def add(op: str, inputs: list[Any], **attributes: Any) -> ir.Value:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -64,10 +65,8 @@ def test_a_flipped_header_byte_is_read_or_refused_but_never_crashes(
     original = weight_file.read_bytes()
     damaged = weight_file.with_name("damaged.safetensors")
     damaged.write_bytes(original[:position] + bytes([value]) + original[position + 1 :])
-    try:
+    with suppress(CheckpointError):  # any other exception fails the test
         read_weights([damaged])
-    except CheckpointError as error:
-        assert "damaged.safetensors" in str(error)
 
 
 def index(folder: Path, weight_map: object) -> None:

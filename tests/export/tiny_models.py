@@ -1,5 +1,6 @@
 """Tiny random models with a real byte-level tokenizer, saved as Hugging Face folders or as GGUF files."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ def tiny_model(model_type: str = "llama", **config: Any) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.5))
-    return model.train(False)
+    model.train(False)
+    return model
 
 
 def save_folder(
@@ -107,8 +109,9 @@ def write_gguf(
 ) -> Path:
     """Write a model as llama.cpp's converter would: its names, and for llama its order of q and k rows.
 
-    kind, kinds: how matrices are stored, and single tensors by GGUF name. extra: writes more metadata. tensors: replaces
-    or adds tensors by GGUF name (None leaves one out). pre: the pre-tokenizer's name. unused: padding tokens at the end.
+    kind, kinds: how matrices are stored, and single tensors by GGUF name. extra: writes more metadata. tensors:
+    replaces or adds tensors by GGUF name (None leaves one out). pre: the pre-tokenizer's name. unused: padding tokens
+    at the end of the vocabulary.
     """
     config = model.config
     arch = config.model_type
@@ -157,7 +160,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast, 
     added = {index: token.special for index, token in tokenizer.added_tokens_decoder.items()}
     types = [1 if index not in added else 3 if added[index] else 4 for _, index in ids]
     state = tokenizer.backend_tokenizer.model.__getstate__()  # the model as JSON: its merges have no other way out
-    merges = [" ".join(pair) for pair in __import__("json").loads(state)["merges"]]
+    merges = [" ".join(pair) for pair in json.loads(state)["merges"]]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list([token for token, _ in ids] + [f"[PAD{len(ids) + i}]" for i in range(unused)])

@@ -31,16 +31,18 @@ class KvEngine:
     """Logits from a decaying sum over cache entries, which are written where a call says and read from there.
 
     `noise` moves every logit by up to that much in calls wider than one token, as kernels of low precision do.
-    `near` another seed: a draft that resembles the model of that seed.
+    `near` another seed: a draft that resembles the model of that seed, less so the larger `apart` is.
     """
 
-    def __init__(self, vocab: int, seed: int = 0, *, near: int | None = None, noise: float = 0.0) -> None:
+    def __init__(
+        self, vocab: int, seed: int = 0, *, near: int | None = None, apart: float = 0.35, noise: float = 0.0
+    ) -> None:
         rng = np.random.default_rng(seed if near is None else near)
         self._embedding = rng.standard_normal((vocab, DIM)).astype(np.float32)
         self._head = (1.1 * rng.standard_normal((DIM, vocab))).astype(np.float32)
         if near is not None:
             other = np.random.default_rng([seed, 1])
-            self._head += (0.35 * other.standard_normal((DIM, vocab))).astype(np.float32)
+            self._head += (apart * other.standard_normal((DIM, vocab))).astype(np.float32)
         length = MAX_LENGTH + MAX_WIDTH
         self._cache = np.full((length, DIM), 7.0, np.float32)  # (L, D); a slot that nobody wrote must not matter
         self._logits = np.empty((MAX_WIDTH, vocab), np.float32)

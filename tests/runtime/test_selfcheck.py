@@ -108,7 +108,7 @@ def test_the_same_seed_gives_the_same_report(tokenizer: Tokenizer) -> None:
     def counts(seed: int) -> list[tuple[float, float, int]]:
         session = kv_session(tokenizer)
         details = sampling(session, seed=seed, draws=30)
-        return [(case.g, case.lean, case.tokens) for case in details.cases]
+        return [(case.g.g, case.lean.shift, case.tokens) for case in details.cases]
 
     assert counts(1) == counts(1)
     assert counts(1) != counts(2)
@@ -308,8 +308,8 @@ def test_sound_sampling_is_not_near_the_alarm(tokenizer: Tokenizer) -> None:
     details = sampling(kv_session(tokenizer), draws=600)
     assert details.passed
     for case in details.cases:
-        assert min(case.g_p, case.lean_p) > 0.01
-        assert case.dof >= 10
+        assert case.smallest_p > 0.01
+        assert case.g.dof >= 6
         assert 0.1 < case.accepted / case.proposed < 0.9  # both ways through acceptance were taken, many times
         assert case.impossible == 0
     assert details.drift == 0
@@ -344,9 +344,10 @@ DRAFTER_FAULTS: dict[str, Callable[[Decoder], Drafter]] = {
 @pytest.mark.parametrize("fault", DRAFTER_FAULTS)
 def test_broken_drafters_fail(tokenizer: Tokenizer, fault: str) -> None:
     drafters = {"draft_model": DRAFTER_FAULTS[fault](draft_decoder(tokenizer))}
-    details = sampling(kv_session(tokenizer, drafters=drafters), draws=1000)
+    details = sampling(kv_session(tokenizer, drafters=drafters), draws=200)
     assert not details.passed
     assert "draft_model" in details.verdict
+    assert "proposal" in details.verdict
 
 
 def _no_residual(p: Distribution, q: Distribution) -> Distribution:
@@ -424,9 +425,9 @@ def test_too_few_draws_do_not_pass(tokenizer: Tokenizer) -> None:
 
 
 def test_more_draws_find_less(tokenizer: Tokenizer) -> None:
-    few, many = (sampling(kv_session(tokenizer), draws=draws).cases[0] for draws in (100, 400))
-    assert many.lean_detects < 0.6 * few.lean_detects
-    assert many.g_detects < few.g_detects
+    few, many = (sampling(kv_session(tokenizer), draws=draws).cases[0] for draws in (100, 300))
+    assert many.lean.detects < 0.7 * few.lean.detects
+    assert many.g.detects < few.g.detects
 
 
 # --- caches ----------------------------------------------------------------------------------------------------------
@@ -568,5 +569,5 @@ def test_json_has_what_the_document_names(tokenizer: Tokenizer) -> None:
         return set().union(*map(keys, value)) if isinstance(value, list) else set()
 
     named = keys(document)
-    assert {"divergences", "lean_p", "argmax_changes", "outcome"} <= named  # every part was reached
+    assert {"divergences", "lean", "argmax_changes", "outcome"} <= named  # every part was reached
     assert {key for key in named if f"`{key}`" not in text} == set()

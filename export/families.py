@@ -41,7 +41,8 @@ _REFUSED: Mapping[str, str] = {
 }
 
 # Kinds of layers (`config.layer_types`) whose only state is a cache of keys and values.
-_CACHED_LAYERS = frozenset({"full_attention", "sliding_attention", "dense", "sparse", "moe"})
+_CACHED_LAYERS = frozenset({"full_attention", "sliding_attention", "dense", "sparse"})
+_RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 
 
 def check_supported(config: PreTrainedConfig) -> None:
@@ -59,12 +60,12 @@ def _reason(config: PreTrainedConfig) -> str | None:
         return "it is an encoder-decoder; speculative decoding here needs a decoder-only model"
     if config.model_type in _REFUSED:
         return _REFUSED[config.model_type]
-    if any(hasattr(config, part) for part in ("vision_config", "audio_config")):
+    if config.sub_configs or any(hasattr(config, part) for part in ("vision_config", "audio_config")):
         return _MULTIMODAL
     if getattr(config, "alibi", False) or getattr(config, "use_alibi", False):
         return _ALIBI
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - _CACHED_LAYERS)
-    if "linear_attention" in strange:
+    if _RECURRENT_LAYERS.intersection(strange):
         return _RECURRENT
     if strange:
         return f"its layers of type {', '.join(map(repr, strange))} are not captured yet"

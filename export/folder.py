@@ -107,7 +107,7 @@ def read_licence(source: "Source") -> str | None:
 
 def load_model(source: "Source", config: PreTrainedConfig) -> PreTrainedModel:
     """The fp32 model; raises CheckpointError if the files do not fill every parameter."""
-    with one_line(source.name, "its weights"), no_progress_bars():
+    with one_line(source.name, "its weights"), _no_progress_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location,
             config=config,
@@ -127,7 +127,7 @@ def load_model(source: "Source", config: PreTrainedConfig) -> PreTrainedModel:
 
 
 @contextmanager
-def no_progress_bars() -> Iterator[None]:
+def _no_progress_bars() -> Iterator[None]:
     """Without transformers' progress bars: draftc shows its own, or none."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -23,11 +23,19 @@ from transformers.initialization import no_init_weights
 from draftc.export.gguf import GgufFile, GgufTensor
 from draftc.runtime.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["build_config", "build_generation_config", "build_tokenizer", "load_model", "model_shapes", "tied_head"]
+__all__ = [
+    "HEAD",
+    "build_config",
+    "build_generation_config",
+    "build_tokenizer",
+    "load_model",
+    "model_shapes",
+    "tied_head",
+]
 
 
 @dataclass(frozen=True)
-class Family:
+class _Family:
     """How one GGUF architecture maps to a transformers model type."""
 
     model_type: str
@@ -36,9 +44,9 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family("llama", gguf.MODEL_ARCH.LLAMA, interleaved_rotary=True),
-    "qwen2": Family("qwen2", gguf.MODEL_ARCH.QWEN2),
-    "qwen3": Family("qwen3", gguf.MODEL_ARCH.QWEN3),
+    "llama": _Family("llama", gguf.MODEL_ARCH.LLAMA, interleaved_rotary=True),
+    "qwen2": _Family("qwen2", gguf.MODEL_ARCH.QWEN2),
+    "qwen3": _Family("qwen3", gguf.MODEL_ARCH.QWEN3),
 }
 # GGUF key (below the architecture's prefix) → (transformers config key, type)
 CONFIG_KEYS: dict[str, tuple[str, type]] = {
@@ -71,7 +79,7 @@ CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # token types
 END_MARKS = {"<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "</s>"}
 
 
-def family(file: GgufFile) -> Family:
+def _family(file: GgufFile) -> _Family:
     """The file's family; raises UnsupportedModelError with what is supported."""
     architecture = file.get("general.architecture", str)
     if architecture not in FAMILIES:
@@ -111,7 +119,7 @@ def tied_head(file: GgufFile, step: int = 1) -> bool:
 
 def build_config(file: GgufFile) -> Any:
     """The transformers config that the metadata describes (AutoConfig.for_model)."""
-    kind, prefix = family(file), file.get("general.architecture", str)
+    kind, prefix = _family(file), file.get("general.architecture", str)
     if EMBEDDING not in file.tensors:
         raise CheckpointError(f"{file.path}: no {EMBEDDING} in this GGUF; it is not a whole language model")
     values: dict[str, Any] = {
@@ -188,7 +196,7 @@ def load_model(file: GgufFile, config: Any, progress: Callable[[int, int], None]
                 parameter[where] = torch.from_numpy(values)
                 done += values.size
                 progress(done, total)
-            if family(file).interleaved_rotary and ".attn_" in tensor.name:
+            if _family(file).interleaved_rotary and ".attn_" in tensor.name:
                 _restore_rotary_rows(parameter, tensor.name, config)
     if sources:
         raise UnsupportedModelError(
@@ -202,7 +210,7 @@ def load_model(file: GgufFile, config: Any, progress: Callable[[int, int], None]
 
 def _sources(file: GgufFile, config: Any) -> dict[str, GgufTensor]:
     """{parameter name: tensor}; of a tied matrix that is stored twice, the finer rounding."""
-    names = gguf.get_tensor_name_map(family(file).tensors, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(_family(file).tensors, config.num_hidden_layers)
     places: dict[str, str] = {}
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]

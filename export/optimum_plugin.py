@@ -75,7 +75,9 @@ def _add(parser: argparse.ArgumentParser, names: Sequence[str], text: str, **mor
 class _Forward(argparse.Action):
     """Appends [name, value …] to `forwarded`."""
 
-    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option_string: object = None) -> None:
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: Any, option_string: object = None
+    ) -> None:
         """See argparse.Action."""
         namespace.forwarded.append([self.dest, *([values] if isinstance(values, str) else values)])
 

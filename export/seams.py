@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 
 from draftc.runtime.errors import UnsupportedModelError
 
-__all__ = ["OPSET", "ProbeCache", "ScatterCache", "cache_argument", "seams_in_place"]
+__all__ = ["OPSET", "ProbeCache", "ScatterCache", "cache_argument", "draftc_attention", "draftc_mask", "seams_in_place"]
 
 OPSET = 24
 NAME = "draftc"

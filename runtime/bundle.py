@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftc.runtime.errors import BundleError
-from draftc.runtime.manifest import MANIFEST_NAME, Manifest, is_relative_path, parse
+from draftc.runtime.manifest import MANIFEST_NAME, Manifest, parse
+from draftc.runtime.rules import is_relative_path
 
 __all__ = ["MAX_MANIFEST_BYTES", "Bundle", "list_files", "open_bundle", "sha256_files"]
 

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from draftc.runtime.check_greedy import greedy, triage
-from draftc.runtime.check_numerics import Graph, WidthVariance, recomputed_rows, rows_of
+from draftc.runtime.check_numerics import Graph, WidthVariance, difference, recomputed_rows, rows_of
 from draftc.runtime.engine import Tokens
 from draftc.runtime.errors import CapacityError
 from draftc.runtime.session import Session
@@ -140,11 +140,9 @@ class _Run:
         for graph, variance in zip(self.graphs, self.variances, strict=True):
             usual = recomputed_rows(graph.decoder, text)
             recomputed_rows(graph.decoder, text[: size // 2])
-            difference = float(np.abs(usual - rows_of(graph.decoder, text)).max())
-            if difference > variance.limit:
-                problem = (
-                    f"{graph.name}: cut elsewhere, logits differ by {difference:.3g} (allowed {variance.limit:.2g})"
-                )
+            found = difference(usual, rows_of(graph.decoder, text))
+            if not variance.allows(found):
+                problem = f"{graph.name}: cut elsewhere, logits differ by {found.rms:.3g} rms"
         self._add(f"{name}, cut elsewhere", size, 0, problem)
 
     def is_refused(self, name: str, size: int, new: int) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draftc.runtime.check_numerics import Graph, WidthVariance, recomputed_rows, rows_of
+from draftc.runtime.check_numerics import Difference, Graph, WidthVariance, difference, recomputed_rows, rows_of
 from draftc.runtime.engine import Logits, Tokens
 from draftc.runtime.session import Session
 
@@ -18,17 +18,17 @@ REWIND_SHARE = 0.6
 
 @dataclass(frozen=True)
 class GraphFuzz:
-    """One graph: `compared` rows of logits, the largest |Δ| to a recompute from an empty cache, and what is allowed.
+    """One graph: `compared` rows of logits, the largest difference to a recompute from an empty cache.
 
-    `worst_text` is the length of the text at `max_abs`; `argmax_changes` counts rows with another best token.
+    `worst_text` is the length of the text where `found` was largest; `argmax_changes` counts rows with another best
+    token; `variance` has what is allowed.
     """
 
     graph: str
     calls: int
     rewinds: int
     compared: int
-    max_abs: float
-    limit: float
+    found: Difference
     worst_text: int
     argmax_changes: int
     variance: WidthVariance
@@ -36,7 +36,7 @@ class GraphFuzz:
     @property
     def passed(self) -> bool:
         """Whether wide and narrow calls agree, and rewound caches with fresh ones."""
-        return self.variance.sound and self.max_abs <= self.limit
+        return self.variance.sound and self.variance.allows(self.found)
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,17 @@ class CacheDetails:
             if not graph.variance.sound:
                 return (
                     f"{graph.graph}: calls of different widths disagree over the same text: logits differ by "
-                    f"{graph.variance.max_abs:.3g}, rounding explains {graph.variance.ceiling:.2g}"
+                    f"{graph.variance.rms:.3g} rms, rounding explains {graph.variance.ceiling:.2g}"
                 )
         for graph in self.graphs:
             if not graph.passed:
                 return (
-                    f"{graph.graph}: after rewinds and appends logits differ from a recompute by {graph.max_abs:.3g} "
-                    f"at {graph.worst_text} tokens (allowed {graph.limit:.2g})"
+                    f"{graph.graph}: after rewinds and appends logits differ from a recompute by {graph.found.rms:.3g} "
+                    f"rms at {graph.worst_text} tokens (allowed {graph.variance.limit.rms:.2g})"
                 )
         return "; ".join(
-            f"{graph.graph}: {graph.calls} appends, {graph.rewinds} rewinds, logits within {graph.max_abs:.2g} of a "
-            f"recompute (allowed {graph.limit:.2g})"
+            f"{graph.graph}: {graph.calls} appends, {graph.rewinds} rewinds, logits within {graph.found.rms:.2g} rms "
+            f"of a recompute (allowed {graph.variance.limit.rms:.2g})"
             for graph in self.graphs
         )
 
@@ -123,16 +123,15 @@ def fuzz(graph: Graph, variance: WidthVariance, corpus: Tokens, seed: int, round
         rows = rows_of(decoder, text, width)
         picked = rows[[0, -1]] if len(rows) == width > 1 else rows[-1:]
         snapshots.append((_Snapshot(text, picked), width))
-    worst, worst_text, changes, compared = 0.0, 0, 0, 0
+    found, worst_text, changes, compared = Difference(), 0, 0, 0
     for snapshot, width in snapshots:
         fresh = recomputed_rows(decoder, snapshot.text, decoder.limits.max_width)
         wanted = fresh[[-width, -1]] if len(snapshot.rows) == 2 and width <= len(fresh) else fresh[-1:]
         rows = snapshot.rows[-len(wanted) :]
-        difference = float(np.abs(rows - wanted).max())
-        if difference >= worst:
-            worst, worst_text = difference, snapshot.text.size
+        here = difference(rows, wanted)
+        if here.rms >= found.rms:
+            worst_text = snapshot.text.size
+        found |= here
         changes += int((rows.argmax(axis=1) != wanted.argmax(axis=1)).sum())
         compared += len(wanted)
-    return GraphFuzz(
-        graph.name, len(snapshots), rewinds, compared, worst, variance.limit, worst_text, changes, variance
-    )
+    return GraphFuzz(graph.name, len(snapshots), rewinds, compared, found, worst_text, changes, variance)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from draftc.runtime.accept import Proposal
-from draftc.runtime.check_numerics import rows_of
+from draftc.runtime.check_numerics import Difference, difference, rows_of
 from draftc.runtime.decoder import Decoder
 from draftc.runtime.drafter import Drafter
 from draftc.runtime.engine import Engine, Logits, Tokens
@@ -55,7 +55,7 @@ class _Drawn:
 
 @dataclass(frozen=True)
 class _Draw:
-    """All tokens of one draw, the outcome of its first step, and the first row of logits (V,) of that step's call."""
+    """All tokens of one draw, the outcome of its first step, and the first row of logits (1, V) of that step's call."""
 
     drawn: list[_Drawn]
     proposals: list[Proposal]
@@ -102,10 +102,10 @@ class DrawSeries:
         self.proposal = Bets()  # a drawn proposal is the draft's likeliest token
         self.nodes: list[_Node] = []  # of all prefixes
         self.here: dict[tuple[int, ...], _Node] = {}  # of the prefix at hand
-        self.reference: Logits = np.empty(0, np.float32)  # (V,), the first row at the prefix at hand
+        self.reference: Logits = np.empty((1, 0), np.float32)  # (1, V), the first row at the prefix at hand
         self.width_tv = 0.0
-        self.row_dependence = 0.0
-        self.drift = 0.0
+        self.row_dependence = Difference()
+        self.drift = Difference()
 
     def open_prefix(self, target: Decoder, prefix: Tokens, draws: int) -> None:
         """Compute the reference at `prefix`, in calls like the loop's, and lay out the cells for `draws` draws."""
@@ -118,8 +118,8 @@ class DrawSeries:
         alone = rows_of(target, prefix)[0]  # a call of one token, since the others are in the cache now
         others = _rows_behind(target, prefix, np.resize(prefix, proposal.size))
         rows = _rows_behind(target, prefix, proposal)  # (k+1, V)
-        self.reference = rows[0]
-        self.row_dependence = max(self.row_dependence, float(np.abs(others[0] - rows[0]).max()))
+        self.reference = rows[:1]
+        self.row_dependence |= difference(others[:1], rows[:1])
         self.width_tv = max(self.width_tv, total_variation(judge.distribution(alone), judge.distribution(rows[0])))
         self.here = {}
         reach = float(draws)
@@ -146,7 +146,7 @@ class DrawSeries:
         while first is None or len(drawn) < MIN_TOKENS:
             step = loop.step(self.k)
             if first is None:
-                first, row = step, tap.rows[0, :size].copy()
+                first, row = step, tap.rows[:1, :size].copy()
             for i, token in enumerate(step.tokens):
                 drawn.append(_Drawn(token, judge.distribution(tap.rows[i, :size]), self.drafter.q(i, size)))
                 judge.push(token)
@@ -167,7 +167,7 @@ class DrawSeries:
         self.tokens += len(draw.drawn)
         self.proposed += draw.stats.proposed
         self.accepted += draw.stats.accepted
-        self.drift = max(self.drift, float(np.abs(draw.row - self.reference).max()))
+        self.drift |= difference(draw.row, self.reference)
         for depth, token in enumerate(draw.first):
             node = self.here.get(tuple(draw.first[:depth])) if depth <= draw.accepted else None
             if node is not None:

@@ -16,15 +16,54 @@ from draftc.runtime.errors import EngineError
 from draftc.runtime.manifest import Model
 from draftc.runtime.session import Session
 
-__all__ = ["CALIBRATION_TOKENS", "Graph", "WidthVariance", "graphs", "measure_variance", "recomputed_rows", "rows_of"]
+__all__ = [
+    "CALIBRATION_TOKENS",
+    "Difference",
+    "Graph",
+    "WidthVariance",
+    "difference",
+    "graphs",
+    "measure_variance",
+    "recomputed_rows",
+    "rows_of",
+]
 
 CALIBRATION_TOKENS = 64
+LIKELIEST = 16
 
 # The largest difference, relative to the spread of the logits, that rounding may be blamed for. A graph whose calls
 # disagree by more is broken, or is too coarse to be called the same model at two widths.
-CEILINGS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
-QUANTIZED_CEILING = 0.25
+CEILINGS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
+QUANTIZED_CEILING = 0.2
+SPREAD_PER_RMS = 4  # about what the spread of 16 tokens is to the standard deviation of all
 FLOAT_EPS = float(np.finfo(np.float32).eps)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two sets of logits are apart; adding a constant to a row makes no difference, as to its softmax.
+
+    `rms` is the standard deviation of the difference over the vocabulary, `spread` by how much the distance between two
+    of the likeliest tokens changes; each is the largest of all rows.
+    """
+
+    rms: float = 0.0
+    spread: float = 0.0
+
+    def __or__(self, other: "Difference") -> "Difference":
+        """The larger of both."""
+        return Difference(max(self.rms, other.rms), max(self.spread, other.spread))
+
+
+def difference(a: Logits, b: Logits) -> Difference:
+    """Of rows (R, V) and (R, V). The likeliest are the LIKELIEST of either row."""
+    worst = Difference()
+    for one, other in zip(a, b, strict=True):
+        delta = one - other
+        count = min(LIKELIEST, delta.size)
+        likeliest = np.concatenate([np.argpartition(row, delta.size - count)[-count:] for row in (one, other)])
+        worst |= Difference(float(delta.std()), float(np.ptp(delta[likeliest])))
+    return worst
 
 
 @dataclass(frozen=True)
@@ -33,7 +72,7 @@ class Graph:
 
     name: str
     decoder: Decoder
-    ceiling: float  # of |Δlogit| ÷ standard deviation of the logits
+    ceiling: float  # of Difference.rms ÷ standard deviation of the logits
 
 
 def graphs(session: Session) -> list[Graph]:
@@ -53,22 +92,27 @@ def _ceiling(model: Model) -> float:
 
 @dataclass(frozen=True)
 class WidthVariance:
-    """|Δlogit| between the one-token calls and the wider ones over the same text.
+    """The Difference between one-token calls and wider ones over the same text, `positions` tokens of it.
 
-    `max_abs` is the largest over `positions` and the vocabulary. A choice between tokens whose logits are closer than
-    `near_tie` (twice that) can be the width's doing; logits that differ by more than `limit` (three times, since
-    `max_abs` is itself only the largest of a sample) can't. Both end at `ceiling`; `sound` says that `max_abs` does.
+    A choice between tokens whose logits are closer than `near_tie` (1.5 times the spread) can be the width's doing.
+    Logits that are compared as such may differ by `limit`, three times the measured difference, because that is itself
+    only the largest of a sample. All end where `rms` is at `ceiling`; `sound` says that it is not above.
     """
 
     graph: str
     positions: int
     widths: tuple[int, ...]
-    max_abs: float
+    rms: float
+    spread: float
     logit_std: float
     ceiling: float
     near_tie: float
-    limit: float
+    limit: Difference
     sound: bool
+
+    def allows(self, found: Difference) -> bool:
+        """Whether `found` is within `limit`."""
+        return found.rms <= self.limit.rms and found.spread <= self.limit.spread
 
 
 def rows_of(decoder: Decoder, text: Tokens, rows: int = 1) -> Logits:
@@ -111,21 +155,29 @@ def _measure(graph: Graph, corpus: Tokens, speculative_tokens: int) -> WidthVari
     widths = sorted(
         {width for width in (2, speculative_tokens + 1, limits.max_width) if 2 <= width <= limits.max_width}
     )
-    worst = 0.0
+    # Where all widths agree to the bit, what float32 can tell apart is still the smallest meaningful difference.
+    found = Difference(rms := 4 * FLOAT_EPS * float(np.abs(single).max()), SPREAD_PER_RMS * rms)
     for width in widths:
         done = 0
         for rows in _chain(decoder, text, begin, width):
-            worst = max(worst, float(np.abs(rows - single[done : done + len(rows)]).max()))
+            found |= difference(rows, single[done : done + len(rows)])
             done += len(rows)
     scratch = recomputed_rows(decoder, text, min(limits.max_width, len(single)))
-    worst = max(worst, float(np.abs(scratch - single[-len(scratch) :]).max()))
+    found |= difference(scratch, single[-len(scratch) :])
     std = float(single.std(axis=1).mean())
     ceiling = graph.ceiling * std
-    # Where all widths agree to the bit, what float32 can tell apart is still the smallest meaningful difference.
-    base = min(max(worst, 4 * FLOAT_EPS * float(np.abs(single).max())), ceiling)
-    near_tie, limit = min(2 * base, ceiling), min(3 * base, ceiling)
+    rms, spread = min(found.rms, ceiling), min(found.spread, SPREAD_PER_RMS * ceiling)
     return WidthVariance(
-        graph.name, len(single), (1, *widths, text.size), worst, std, ceiling, near_tie, limit, worst <= ceiling
+        graph=graph.name,
+        positions=len(single),
+        widths=(1, *widths, text.size),
+        rms=found.rms,
+        spread=found.spread,
+        logit_std=std,
+        ceiling=ceiling,
+        near_tie=1.5 * spread,
+        limit=Difference(min(3 * rms, ceiling), min(3 * spread, SPREAD_PER_RMS * ceiling)),
+        sound=found.rms <= ceiling,
     )
 
 

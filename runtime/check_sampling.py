@@ -19,13 +19,15 @@ The p-values are proven bounds (see gof), so that a sound bundle fails once in 1
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from time import perf_counter
 
 import numpy as np
 
 from draftc.runtime.check_draws import MIN_TOKENS, Bets, DrawSeries, tapped
 from draftc.runtime.check_greedy import greedy
-from draftc.runtime.check_numerics import rows_of
+from draftc.runtime.check_numerics import Difference, rows_of
 from draftc.runtime.engine import Tokens
 from draftc.runtime.errors import UsageError
 from draftc.runtime.gof import betting_p_value, detectable_shift, detectable_tv, g_statistic, g_tail_bound
@@ -112,9 +114,9 @@ class SamplingDetails:
     """All cases, and what was measured on the side.
 
     `alpha_per_test` is ALPHA over the number of tests (Bonferroni). `width_tv` is the largest total variation between
-    the distributions from calls of one token and of the loop's width; `row_dependence` the largest |Δlogit| of a row
-    when later tokens of its call change; `drift` that between the loop's own logits and the reference's, of which
-    `limit` is allowed.
+    the distributions from calls of one token and of the loop's width; `row_dependence` the largest difference of a
+    row when later tokens of its call change; `drift` that between the loop's own logits and the reference's, which may
+    be `limit`.
     """
 
     alpha: float
@@ -123,9 +125,9 @@ class SamplingDetails:
     seconds_per_draw: float
     prefix_tokens: tuple[int, ...]
     width_tv: float
-    row_dependence: float
-    drift: float
-    limit: float
+    row_dependence: Difference
+    drift: Difference
+    limit: Difference
     cases: tuple[SamplingCase, ...]
 
     @property
@@ -134,9 +136,14 @@ class SamplingDetails:
         return all(case.draws >= MIN_DRAWS for case in self.cases)
 
     @property
+    def drifted(self) -> bool:
+        """Whether the loop's logits are not the reference's."""
+        return self.drift.rms > self.limit.rms or self.drift.spread > self.limit.spread
+
+    @property
     def passed(self) -> bool:
         """Whether every test passed, on enough draws, with logits that are the reference's."""
-        return self.enough and self.drift <= self.limit and all(case.passed for case in self.cases)
+        return self.enough and not self.drifted and all(case.passed for case in self.cases)
 
     @property
     def verdict(self) -> str:
@@ -155,8 +162,11 @@ class SamplingDetails:
                 f"the loop does not draw from the target's distribution in {len(bad)} of {len(self.cases)} cases; "
                 f"worst: {case.method}, {case.setting}: {what} (alarm below {self.alpha_per_test:.1g})"
             )
-        if self.drift > self.limit:
-            return f"the loop's logits differ from a fresh call's by {self.drift:.3g} (allowed {self.limit:.2g})"
+        if self.drifted:
+            return (
+                f"the loop's logits differ from a fresh call's by {self.drift.rms:.3g} rms (allowed "
+                f"{self.limit.rms:.2g})"
+            )
         fewest = min((case.draws for case in self.cases), default=0)
         if not self.enough:
             needed = MIN_DRAWS * len(self.cases) * self.seconds_per_draw / PLANNED_SHARE
@@ -184,14 +194,14 @@ class SamplingDetails:
 def check_sampling(
     session: Session,
     prompts: Mapping[str, Sequence[int]],
-    limit: float,
+    limit: Difference,
     *,
     budget_s: float,
     seed: int,
     draws: int | None = None,
     on_progress: Callable[[float], None],
 ) -> SamplingDetails:
-    """Draw at fixed prefixes with every drafter under every setting. `limit` is of |Δlogit| (WidthVariance).
+    """Draw at fixed prefixes with every drafter under every setting. `limit` is a WidthVariance's.
 
     `draws` per case; default: what `budget_s` seconds allow by a measured step time, at most MAX_DRAWS. The same seed
     gives the same draws.
@@ -227,8 +237,8 @@ def check_sampling(
         seconds_per_draw=float(np.mean(seconds)),
         prefix_tokens=tuple(prefix.size for prefix in prefixes),
         width_tv=max(run.width_tv for run in runs),
-        row_dependence=max(run.row_dependence for run in runs),
-        drift=max(run.drift for run in runs),
+        row_dependence=reduce(or_, (run.row_dependence for run in runs)),
+        drift=reduce(or_, (run.drift for run in runs)),
         limit=limit,
         cases=tuple(_case(run, alpha) for run in runs),
     )

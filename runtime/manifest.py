@@ -17,8 +17,9 @@ from typing import Literal
 from draftc.runtime import strictjson
 from draftc.runtime.errors import BundleError, BundleVersionError, UsageError
 from draftc.runtime.graphio import GraphSpec
+from draftc.runtime.rules import HEX64, fingerprint, inside, need, texts, within
 from draftc.runtime.speccheck import check_spec
-from draftc.runtime.strictjson import CONTROL, show
+from draftc.runtime.strictjson import show
 
 __all__ = [
     "MANIFEST_NAME",
@@ -37,7 +38,6 @@ __all__ = [
     "Quantization",
     "Source",
     "TokenizerInfo",
-    "is_relative_path",
     "parse",
     "to_json",
 ]
@@ -51,48 +51,8 @@ INT64_MAX = 2**63 - 1  # bound of byte and parameter counts
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 
-_HEX64 = re.compile(r"[0-9a-f]{64}")
 _UTC = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z", re.ASCII)
 _ACCEPTANCE = re.compile(r"0(\.[0-9]+)?|1(\.0+)?")
-
-
-def is_relative_path(path: str) -> bool:
-    """Whether `path` names something inside the bundle on every system.
-
-    Components are separated by `/`; none is empty, `.` or `..`, so the path is neither absolute nor leaves the
-    folder. Backslashes, colons (a drive, a stream) and control characters are refused.
-    """
-    return not (CONTROL.search(path) or set(path) & {"\\", ":"} or set(path.split("/")) & {"", ".", ".."})
-
-
-# --- the schema ------------------------------------------------------------------------------------------------------
-
-
-def _need(ok: bool, field: str, rule: str, value: object) -> None:
-    if not ok:
-        raise UsageError(f"{field}: must be {rule}, got {show(value)}")
-
-
-def _within(owner: object, low: int, high: int, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        _need(low <= value <= high, name, f"from {low} to {high}", value)
-
-
-def _texts(owner: object, *names: str) -> None:
-    for name in names:
-        _need(getattr(owner, name) != "", name, "a non-empty string", "")
-
-
-def _inside(owner: object, name: str) -> None:
-    path = getattr(owner, name)
-    _need(is_relative_path(path), name, "a relative path inside the bundle (a/b; no .., no drive, no backslash)", path)
-
-
-def _fingerprint(owner: object, name: str = "fingerprint") -> None:
-    value = getattr(owner, name)
-    ok = value.startswith("sha256:") and _HEX64.fullmatch(value.removeprefix("sha256:")) is not None
-    _need(ok, name, '"sha256:" and 64 hexadecimal digits', value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +65,8 @@ class Backend:
     sms: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _texts(self, "version")
-        _within(self, 1, INT32_MAX, "opset")
+        texts(self, "version")
+        within(self, 1, INT32_MAX, "opset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +77,8 @@ class TokenizerInfo:
     fingerprint: str
 
     def __post_init__(self) -> None:
-        _inside(self, "path")
-        _fingerprint(self)
+        inside(self, "path")
+        fingerprint(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +91,8 @@ class Source:
     fingerprint: str
 
     def __post_init__(self) -> None:
-        _texts(self, "location")
-        _fingerprint(self)
+        texts(self, "location")
+        fingerprint(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +107,10 @@ class Quantization:
     float_matmuls: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        _need(self.bits in (2, 4, 8), "bits", "2, 4 or 8", self.bits)
-        _need(self.block_size in (16, 32, 64, 128, 256), "block_size", "16, 32, 64, 128 or 256", self.block_size)
-        _within(self, 0, 4, "accuracy_level")
-        _within(self, 1, INT32_MAX, "quantized_matmuls")
+        need(self.bits in (2, 4, 8), "bits", "2, 4 or 8", self.bits)
+        need(self.block_size in (16, 32, 64, 128, 256), "block_size", "16, 32, 64, 128 or 256", self.block_size)
+        within(self, 0, 4, "accuracy_level")
+        within(self, 1, INT32_MAX, "quantized_matmuls")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,14 +129,14 @@ class Model:
     spec: GraphSpec
 
     def __post_init__(self) -> None:
-        _inside(self, "graph")
-        _texts(self, "architecture")
-        _within(self, 1, INT64_MAX, "parameters")
+        inside(self, "graph")
+        texts(self, "architecture")
+        within(self, 1, INT64_MAX, "parameters")
 
 
 def _ngrams(owner: "Draft") -> None:
-    _within(owner, 1, INT32_MAX, "min_ngram", "max_ngram")
-    _need(owner.min_ngram <= owner.max_ngram, "min_ngram", f"at most max_ngram ({owner.max_ngram})", owner.min_ngram)
+    within(owner, 1, INT32_MAX, "min_ngram", "max_ngram")
+    need(owner.min_ngram <= owner.max_ngram, "min_ngram", f"at most max_ngram ({owner.max_ngram})", owner.min_ngram)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,12 +189,12 @@ class ParityReport:
     tolerance: float
 
     def __post_init__(self) -> None:
-        _within(self, 1, INT32_MAX, "layers", "tokens")
-        _within(self, 0, 1, "greedy_agreement")
+        within(self, 1, INT32_MAX, "layers", "tokens")
+        within(self, 0, 1, "greedy_agreement")
         for name in ("max_abs_diff", "tolerance"):
             value = getattr(self, name)
-            _need(0 <= value < math.inf, name, "a finite number, at least 0", value)
-        _need(math.isfinite(self.kl), "kl", "a finite number", self.kl)  # rounding may take it a little below 0
+            need(0 <= value < math.inf, name, "a finite number, at least 0", value)
+        need(math.isfinite(self.kl), "kl", "a finite number", self.kl)  # rounding may take it a little below 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +208,7 @@ class PairSummary:
     predicted_speedup: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        _need(
+        need(
             0 <= self.draft_cost_ratio < math.inf,
             "draft_cost_ratio",
             "a finite number, at least 0",
@@ -256,8 +216,8 @@ class PairSummary:
         )
         for rate, speedup in self.predicted_speedup.items():
             rule = 'keyed by acceptance from "0" to "1", such as "0.7"'
-            _need(_ACCEPTANCE.fullmatch(rate) is not None, "predicted_speedup", rule, rate)
-            _need(0 < speedup < math.inf, f"predicted_speedup.{rate}", "a finite number above 0", speedup)
+            need(_ACCEPTANCE.fullmatch(rate) is not None, "predicted_speedup", rule, rate)
+            need(0 < speedup < math.inf, f"predicted_speedup.{rate}", "a finite number above 0", speedup)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,15 +229,15 @@ class FileEntry:
     sha256: str
 
     def __post_init__(self) -> None:
-        _inside(self, "path")
-        _need(
+        inside(self, "path")
+        need(
             self.path not in (MANIFEST_NAME, PROFILE_NAME),
             "path",
             "a file that is not bundle.json or profile.json",
             self.path,
         )
-        _within(self, 0, INT64_MAX, "size")
-        _need(_HEX64.fullmatch(self.sha256) is not None, "sha256", "64 hexadecimal digits", self.sha256)
+        within(self, 0, INT64_MAX, "size")
+        need(HEX64.fullmatch(self.sha256) is not None, "sha256", "64 hexadecimal digits", self.sha256)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,15 +270,15 @@ class Manifest:
     files: tuple[FileEntry, ...] = ()
 
     def __post_init__(self) -> None:
-        _need(self.schema_version == SCHEMA_VERSION, "schema_version", str(SCHEMA_VERSION), self.schema_version)
-        _texts(self, "draftc_version", "name")
-        _need(_is_utc(self.created), "created", "an RFC 3339 time in UTC (2026-01-31T12:00:00Z)", self.created)
+        need(self.schema_version == SCHEMA_VERSION, "schema_version", str(SCHEMA_VERSION), self.schema_version)
+        texts(self, "draftc_version", "name")
+        need(_is_utc(self.created), "created", "an RFC 3339 time in UTC (2026-01-31T12:00:00Z)", self.created)
         lengths = ("num_speculative_tokens", "max_length", "max_width", "prefill_chunk", "vocab_size")
-        _within(self, 1, INT32_MAX, *lengths)
+        within(self, 1, INT32_MAX, *lengths)
         width, length = self.max_width, self.buffer_length
         fits = self.num_speculative_tokens < width
-        _need(fits, "num_speculative_tokens", f"below max_width ({width})", self.num_speculative_tokens)
-        _need(
+        need(fits, "num_speculative_tokens", f"below max_width ({width})", self.num_speculative_tokens)
+        need(
             self.prefill_chunk <= length,
             "prefill_chunk",
             f"at most max_length + max_width ({length})",
@@ -327,13 +287,13 @@ class Manifest:
         bits = self.target.quantization.bits if self.target.quantization else None
         expected = {"int4": 4, "int8": 8}.get(self.precision)
         rule = f"{expected} for precision {self.precision}" if expected else f"absent for precision {self.precision}"
-        _need(bits == expected, "target.quantization.bits", rule, bits)
+        need(bits == expected, "target.quantization.bits", rule, bits)
         for where, model in self.models:
             folder = where.split(".")[0] + "/"
-            _need(model.graph.startswith(folder), f"{where}.graph", f"in {folder}", model.graph)
+            need(model.graph.startswith(folder), f"{where}.graph", f"in {folder}", model.graph)
             check_spec(model.spec, f"{where}.spec", length)
             rows = model.spec.vocab_rows
-            _need(
+            need(
                 self.vocab_size <= rows,
                 "vocab_size",
                 f"at most {rows}, the rows of the {where.split('.')[0]}'s head",
@@ -369,7 +329,7 @@ def _check_files(manifest: Manifest) -> None:
     """Raise UsageError unless each file is listed once and what the bundle needs is listed."""
     listed: set[str] = set()
     for index, entry in enumerate(manifest.files):
-        _need(entry.path not in listed, f"files[{index}].path", "listed once", entry.path)
+        need(entry.path not in listed, f"files[{index}].path", "listed once", entry.path)
         listed.add(entry.path)
     needed = [(f"{where}.graph", model.graph) for where, model in manifest.models]
     for field, path in [*needed, ("tokenizer.path", f"{manifest.tokenizer.path}/tokenizer.json")]:

@@ -148,9 +148,9 @@ class Request:
         text = TokenBuffer(self._prompt, self._prompt.size + self._max_new)
         stats.cached_tokens = min(common_prefix(target.cache.tokens, self._prompt), self._prompt.size - 1)
         loop = Loop(target, self._drafter, text, self._sampler, self._keep, stats, self._logprobs is not None)
-        meter = _Meter(target, self._drafter)
         if self._echo:
             yield StreamEvent([(self._echo, "plain")], Step([], 0, 0, []))
+        meter = _Meter(target, self._drafter)  # only now: what the consumer does with the echo is not prefill
         # The first token comes from the prefill alone, so that no drafting delays it.
         event = self._event(loop.step(0))
         stats.prefill_s, _ = meter.lap(stats)
@@ -175,8 +175,6 @@ class Request:
         self._pieces = []
         for i, token in enumerate(tokens):
             self._finish_reason = self._output.push(token)
-            if self._finish_reason is not None:
-                self._output.finish(self._finish_reason)
             self._pieces.append(self._output.take_text())
             if self._finish_reason is not None:
                 return tokens[: i + 1]
@@ -191,8 +189,7 @@ class Request:
         return StreamEvent([*zip(self._pieces, kinds, strict=True)], step)
 
     def _cancelled(self) -> StreamEvent:
-        self._finish_reason = "cancelled"
-        self._output.finish("cancelled")
+        self._finish_reason = self._output.finish("cancelled")
         return StreamEvent([(self._output.take_text(), "plain")], Step([], 0, 0, []))
 
 

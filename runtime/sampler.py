@@ -67,14 +67,14 @@ class Sampler:
     def argmax(self, logits: Logits) -> int:
         """The greedy token for a row of logits (V,) after the history. Raises EngineError on NaN or infinity."""
         scores = self._scores(logits)
-        token = int(scores.argmax())  # a NaN wins every argmax, so one look at the winner finds it
-        _require_finite(scores[token])
+        token = int(scores.argmax())
+        self._require_finite(scores[token], logits)
         return token
 
     def distribution(self, logits: Logits) -> Distribution:
         """The warped distribution (V,) for a row of logits (V,). Raises EngineError on NaN or infinity."""
         scores = self._scores(logits)
-        _require_finite(scores.max())
+        self._require_finite(scores.max(), logits)
         return warp(scores, self.sampling)
 
     def draw(self, p: Distribution) -> int:
@@ -102,9 +102,13 @@ class Sampler:
                 scores = np.where(allowed, scores, np.float32(-np.inf))
         return scores
 
-
-def _require_finite(best: np.float32) -> None:
-    if not np.isfinite(best):
+    def _require_finite(self, best: np.float32, logits: Logits) -> None:
+        """`best` is the largest edited logit; a NaN wins every maximum, so this one look is enough."""
+        if np.isfinite(best):
+            return
+        if np.isfinite(logits.max()):
+            raise UsageError("penalties, logit_bias and mask leave no token that may come next: allow at least one")
         raise EngineError(
-            f"the graph returned {best} among its logits: the weights or the precision are broken; run `draftc verify`"
+            f"the graph returned {logits.max()} among its logits: the weights or the precision are broken; "
+            "run `draftc verify`"
         )

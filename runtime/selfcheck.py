@@ -174,8 +174,8 @@ def render(report: VerifyReport) -> RenderableType:
     for variance in report.variance:
         lines.append(
             Text(
-                f"  {variance.graph}: logits of 1-token calls and of wider ones differ by up to {variance.max_abs:.2g} "
-                f"(their spread is {variance.logit_std:.2g}); a near tie is up to {variance.near_tie:.2g}",
+                f"  {variance.graph}: logits of 1-token calls and of wider ones differ by up to {variance.rms:.2g} rms "
+                f"(they vary by {variance.logit_std:.2g}); a near tie is a gap of up to {variance.near_tie:.2g}",
                 style="dim",
             )
         )
@@ -234,7 +234,7 @@ def _details(details: Details | None) -> Sequence[RenderableType]:
             )
         note = (
             f"    alarm below p = {details.alpha_per_test:.1g}; total variation between call widths "
-            f"{details.width_tv:.2g}, a row moves by {details.row_dependence:.2g} with the tokens after it"
+            f"{details.width_tv:.2g}, a row moves by {details.row_dependence.rms:.2g} rms with the tokens after it"
         )
         return [table, Text(note, style="dim")]
     if isinstance(details, BoundsDetails):

@@ -130,6 +130,8 @@ class Session:
         """The token ids of a prompt. Raises UsageError for ids outside the vocabulary or a malformed message."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
+        if isinstance(prompt, bytes | bytearray):
+            raise UsageError("the prompt is bytes: decode it to text, or give a list of token ids")
         items: list[Any] = list(prompt)
         if items and isinstance(items[0], Mapping):
             return self.tokenizer.apply_chat_template(items)

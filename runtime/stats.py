@@ -30,7 +30,7 @@ class Stats:
 
     @property
     def proposed(self) -> int:
-        """Proposed tokens that the target judged."""
+        """Tokens that were proposed, those behind a rejection included; without those behind a stop."""
         return sum(self.proposed_at)
 
     @property
@@ -70,7 +70,7 @@ class Stats:
 
     @property
     def other_s(self) -> float:
-        """Decode time outside draft, verify and accept: stop rules, detokenizing, and whatever consumed the stream."""
+        """Decode time outside draft, verify and accept: stop rules and detokenizing."""
         return max(0.0, self.decode_s - self.draft_s - self.verify_s - self.accept_s)
 
     def count(self, proposed: int, accepted: int) -> None:

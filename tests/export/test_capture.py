@@ -210,7 +210,8 @@ def tiny_model(model_type: str, **settings: Any) -> PreTrainedModel:
         }
         | settings,
     )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # type: ignore[no-untyped-call]
+    model.eval()  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -491,3 +492,28 @@ def test_capture_is_quiet_and_leaves_the_model_as_it_was(tmp_path: Path, capfd: 
     assert (model.config._attn_implementation, model.config._experts_implementation) == implementations
     assert {name: logging.getLogger(name).level for name in levels} == levels
     np.testing.assert_array_equal(eager_logits(model, tokens), before)
+
+
+def test_model_over_2_gib(tmp_path: Path, graph_runner: type["GraphRunner"]) -> None:
+    """Past protobuf's limit: the last rows of the last weights, stored beyond 2 GiB, still count."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    mlp = model.model.layers[0].mlp
+    width = 3_000_000  # 3 weights of 64 × 3M float32: 2.3 GB, zero (so they cost no memory) but for the last 8 units
+    with torch.no_grad():
+        for name, shape in (("gate_proj", (width, 64)), ("up_proj", (width, 64)), ("down_proj", (64, width))):
+            weight = torch.zeros(shape)
+            tail = weight[-8:] if shape[0] == width else weight[:, -8:]
+            tail.copy_(torch.randn(tail.shape, generator=torch.Generator().manual_seed(1)))
+            getattr(mlp, name).weight = torch.nn.Parameter(weight)
+    tokens = text()[:, :3]
+    reference = eager_logits(model, tokens)
+    captured = capture(model, max_length=8, max_width=4, path=tmp_path / "model.onnx")
+    data = captured.path.with_name("model.onnx.data")
+    try:
+        assert data.stat().st_size > 2**31
+        logits = graph_runner(captured.path, captured.spec).step(tokens, [0], np.array([[0, 1, 2]]))
+    finally:
+        data.unlink()
+    np.testing.assert_allclose(logits, reference, rtol=0, atol=tolerance(reference))
+    mlp.gate_proj.weight.detach()[-8:] = 0
+    assert np.abs(eager_logits(model, tokens) - reference).max() > 100 * tolerance(reference)

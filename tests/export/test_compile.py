@@ -43,7 +43,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(sources: Path, out: Path, **changes: Any) -> CompileOptions:
-    values: dict[str, Any] = {"target": str(sources / "target"), "draft": str(sources / "draft"), "out": out, "max_length": 96}
+    values: dict[str, Any] = {
+        "target": str(sources / "target"),
+        "draft": str(sources / "draft"),
+        "out": out,
+        "max_length": 96,
+    }
     return CompileOptions(**(values | changes))
 
 

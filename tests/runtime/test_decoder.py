@@ -44,7 +44,7 @@ def verify(decoder: Decoder, text: list[int], proposal: list[int]) -> None:
     max_width=st.integers(4, 9),
     prefill_chunk=st.integers(1, 12),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_any_text_after_any_other(
     steps: list[tuple[int, list[int], list[int]]], max_width: int, prefill_chunk: int
 ) -> None:

@@ -50,7 +50,7 @@ def naive_lookup(text: list[int], k: int, low: int, high: int) -> list[int]:
     low=st.integers(1, 4),
     more=st.integers(0, 4),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 def test_ngrams_are_those_of_a_naive_search(text: list[int], k: int, low: int, more: int) -> None:
     proposal = NgramDrafter(low, low + more).propose(tokens(*text), k, sampler())
     assert proposal.tokens.tolist() == naive_lookup(text, k, low, low + more)

@@ -19,6 +19,7 @@ def shared(a: list[int], b: list[int]) -> int:
 
 
 @given(a=st.lists(st.integers(0, 1), max_size=8), b=st.lists(st.integers(0, 1), max_size=8))
+@settings(deadline=None)
 def test_common_prefix(a: list[int], b: list[int]) -> None:
     assert common_prefix(tokens(*a), tokens(*b)) == shared(a, b)
 

@@ -108,7 +108,7 @@ GREEDY = [
     masked=st.booleans(),
     draft_length=st.sampled_from([MAX_LENGTH, 10]),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_greedy_text_is_that_of_decoding_one_by_one(
     seed: int,
     prompt: list[int],
@@ -290,7 +290,7 @@ def test_same_seed_same_text(kind: str) -> None:
     seed=st.integers(0, 999),
     k=st.integers(1, 5),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_what_was_decoded_before_changes_nothing(prompts: list[list[int]], seed: int, k: int) -> None:
     """Caches are kept between requests: sampled text must be that of fresh ones."""
     model = HashedModel(5, seed)

@@ -29,10 +29,10 @@ from draftc.runtime.manifest import (
     Quantization,
     Source,
     TokenizerInfo,
-    is_relative_path,
     parse,
     to_json,
 )
+from draftc.runtime.rules import is_relative_path
 from draftc.runtime.strictjson import decode
 
 ROOT = Path(__file__).parents[2]

@@ -49,7 +49,7 @@ def test_each_token_is_drawn_on_an_interval_as_long_as_its_probability(weights: 
     weights=st.lists(st.one_of(st.just(0.0), st.floats(1e-12, 1)), min_size=1, max_size=50).filter(any),
     u=st.one_of(st.just(0.0), st.just(LAST_BELOW_ONE), st.floats(0, LAST_BELOW_ONE)),
 )
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_a_token_of_probability_zero_is_never_drawn(weights: list[float], u: float) -> None:
     p = np.array(weights)
     sampler = scripted()
@@ -80,7 +80,7 @@ def test_a_large_vocabulary_is_drawn_from_evenly() -> None:
     moves=st.lists(st.one_of(st.integers(0, 5), st.just(None)), max_size=25),
     seed=st.integers(0, 999),
 )
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 def test_after_any_pushes_and_pops_the_history_is_the_text(
     prompt: list[int], moves: list[int | None], seed: int
 ) -> None:

@@ -144,6 +144,37 @@ def test_calls_and_times_are_counted(tokenizer: Tokenizer) -> None:
         assert stats.draft_s + stats.verify_s + stats.accept_s + stats.other_s == pytest.approx(stats.decode_s)
 
 
+def test_times_are_those_of_the_phases_and_leave_the_consumer_out(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that only engine calls (1 s each) and the consumer of the stream (100 s a piece) move on."""
+    opened = make_session(tokenizer, k=2)
+    now = 0.0
+
+    def pass_time(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    for engine in (opened.target, opened.draft):
+
+        def forward(*args: Any, original: Any = engine.forward) -> Any:
+            pass_time(1.0)
+            return original(*args)
+
+        monkeypatch.setattr(engine, "forward", forward)
+    stream = opened.session.stream([1] * 20, max_new_tokens=15, echo=True)
+    for _ in stream.events():
+        pass_time(100.0)
+    stats = stream.result.stats
+    assert stats.prefill_s == stats.ttft == 3, "three chunks"
+    assert stats.draft_s == stats.draft_calls > 0
+    assert stats.verify_s == stats.target_calls - 3 == stats.steps
+    assert stats.decode_s == stats.engine_s == stats.draft_calls + stats.target_calls - 3
+    assert stats.accept_s == stats.other_s == 0
+    assert stats.tpot == pytest.approx(stats.decode_s / 14)
+
+
 def test_the_result_is_there_when_the_stream_has_ended(tokenizer: Tokenizer) -> None:
     stream = make_session(tokenizer).session.stream(PROMPT, max_new_tokens=9)
     with pytest.raises(UsageError, match="exhaust it before reading its result"):
@@ -392,6 +423,15 @@ def test_the_longest_prompt_and_one_more(tokenizer: Tokenizer) -> None:
             session.generate([1] * length)
 
 
+def test_the_longest_answer_and_one_more(tokenizer: Tokenizer) -> None:
+    session = make_session(tokenizer).session
+    assert len(session.generate([1] * 50, max_new_tokens=MAX_LENGTH - 50).token_ids) == MAX_LENGTH - 50
+    with pytest.raises(
+        CapacityError, match=f"prompt of 50 and max_new_tokens of 11 .* max_length of {MAX_LENGTH}.* 10 at"
+    ):
+        session.generate([1] * 50, max_new_tokens=MAX_LENGTH - 50 + 1)
+
+
 def test_without_a_length_what_fits_is_generated(tokenizer: Tokenizer) -> None:
     for method in METHODS:
         opened = make_session(tokenizer, k=5)
@@ -471,7 +511,7 @@ def test_reset_forgets_the_prefix(tokenizer: Tokenizer) -> None:
 
 
 @given(prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=2, max_size=5))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 def test_any_request_after_any_others_is_that_of_a_fresh_session(
     tokenizer: Tokenizer, prompts: list[list[int]]
 ) -> None:

@@ -4,7 +4,7 @@ import math
 from dataclasses import fields
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftc.runtime.stats import Stats
@@ -22,6 +22,7 @@ def test_counts_by_position() -> None:
 
 
 @given(st.lists(st.integers(0, 6).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), max_size=20))
+@settings(deadline=None, max_examples=50)
 def test_totals_are_those_of_the_proposals(proposals: list[tuple[int, int]]) -> None:
     stats = Stats()
     for proposed, accepted in proposals:

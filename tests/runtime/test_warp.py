@@ -63,7 +63,7 @@ def peer(logits: Logits, seen: list[int], sampling: Sampling) -> NDArray[np.floa
     repetition=st.one_of(st.just(1.0), st.floats(0.3, 3)),
     seen=st.lists(st.integers(0, 399), max_size=30),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_any_combination_is_transformers(
     seed: int, vocab: int, temperature: float, k: int, nucleus: float, ratio: float, repetition: float, seen: list[int]
 ) -> None:

@@ -193,17 +193,35 @@ def _forget_origins(model: ir.Model) -> None:
 
 
 def _check_attention(model: ir.Model, spec: GraphSpec) -> None:
-    """Every cache buffer is written by TensorScatter and read by Attention: no layer went round the seams."""
+    """Every cache buffer is written by TensorScatter and read by Attention: no layer went round the seams.
+
+    Between the two there may be what a model does to its cached states (expanding a compressed cache, for one), but no
+    Softmax: that would be an attention of the model's own, which no mask of ours has reached.
+    """
     outputs = {value.name: value for value in model.graph.outputs}
     for past, present in spec.cache_pairs:
         value = outputs[present.name]
         writer = value.producer()
-        readers = {node.op_type for node in value.consumers()}
-        if writer is None or writer.op_type != "TensorScatter" or readers != {"Attention"}:
+        if writer is None or writer.op_type != "TensorScatter" or _first_readers(value) != {"Attention"}:
             raise CaptureError(
-                f"capture failed at convert: {past.name} is not read by an Attention node alone: this model computes "
+                f"capture failed at convert: {past.name} is not read by Attention nodes alone: this model computes "
                 "attention in its own code, which draftc cannot compile"
             )
+
+
+def _first_readers(value: ir.Value) -> set[str]:
+    """Which of Attention and Softmax come first on the ways that lead on from `value`."""
+    found: set[str] = set()
+    pending, seen = [value], {value}
+    while pending:
+        for node in pending.pop().consumers():
+            if node.op_type in ("Attention", "Softmax"):
+                found.add(node.op_type)
+                continue
+            new = set(node.outputs) - seen
+            seen |= new
+            pending.extend(new)
+    return found
 
 
 @contextmanager

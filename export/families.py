@@ -15,7 +15,8 @@ _OWN_ATTENTION = "it computes attention in its own code, which the exporter cann
 _ALIBI = "its positions are ALiBi biases on the attention scores, which the exporter does not carry"
 _SINKS = "its attention sinks have no counterpart in the ONNX Attention operator"
 _RECURRENT = "it keeps a recurrent state, which cannot be rolled back when a draft token is rejected"
-_LATENT = "its keys and values have different head sizes and a compressed cache"
+_COMPLEX = "its rotary positions are computed in complex numbers, which ONNX lacks"
+_ENCODER = "it is an encoder, which sees the tokens to its right"
 _MULTIMODAL = "it is a vision or audio model; compile a text-only causal language model"
 
 # Families that were tried and do not work, by `model_type`, where no property of the config gives them away.
@@ -24,12 +25,9 @@ _REFUSED: Mapping[str, str] = {
     "bloom": _ALIBI,
     "mpt": _ALIBI,
     "gpt_oss": _SINKS,
-    "llama4": "its chunked attention and query scaling are not captured yet",
-    "llama4_text": "its chunked attention and query scaling are not captured yet",
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "deepseek_v32": _LATENT,
-    "deepseek_v4": _LATENT,
+    "llama4": _COMPLEX,
+    "llama4_text": _COMPLEX,
+    "deepseek_v2": _COMPLEX,
     **dict.fromkeys(
         (
             *("mamba", "mamba2", "falcon_mamba", "falcon_h1", "bamba", "jamba", "zamba", "zamba2", "nemotron_h"),
@@ -37,6 +35,13 @@ _REFUSED: Mapping[str, str] = {
             *("kimi_linear", "lfm2", "lfm2_moe", "minimax", "olmo_hybrid", "recurrent_gemma", "rwkv", "xlstm"),
         ),
         _RECURRENT,
+    ),
+    **dict.fromkeys(
+        (
+            *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+            *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"),
+        ),
+        _ENCODER,
     ),
 }
 

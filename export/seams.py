@@ -129,7 +129,10 @@ def draftc_attention(
     """
     for extra in ("s_aux", "position_bias"):
         if kwargs.get(extra) is not None:
-            raise UnsupportedModelError(f"its attention uses {extra!r}, which the ONNX Attention operator lacks")
+            name = getattr(getattr(module, "config", None), "model_type", "this model")
+            raise UnsupportedModelError(
+                f"{name}: its attention uses {extra!r}, which the ONNX Attention operator lacks"
+            )
     attributes: dict[str, Any] = {"scale": query.shape[-1] ** -0.5 if scaling is None else float(scaling)}
     if softcap is not None:
         attributes["softcap"] = float(softcap)

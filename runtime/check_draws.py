@@ -23,7 +23,7 @@ from draftc.runtime.warp import Distribution, Sampling
 
 __all__ = ["MIN_TOKENS", "Bets", "DrawSeries", "LogitTap", "tapped"]
 
-MIN_TOKENS = 3  # of every draw, so that a rejection is followed by another step
+MIN_TOKENS = 2  # of every draw, so that a rejection is followed by another step
 PILOTS = 3  # draws that only measure the time of one
 DEPTH = 2  # accepted proposals that a reference distribution goes behind
 CELLS = 8

@@ -129,7 +129,7 @@ def check_greedy(
     """Every drafter at K = 1, the default and a larger one against plain decoding. `prompts` are token ids by id."""
     limits = session.target.limits
     count = min(NEW_TOKENS, limits.max_length // 2)
-    modes = [(method, k) for method in session.drafters for k in speculation_depths(session)]
+    modes = [(method, k) for method in session.drafters for k in _speculation_depths(session)]
     runs: dict[tuple[str, int], list[_Run]] = {mode: [] for mode in modes}
     for done, (name, ids) in enumerate(prompts.items()):
         prompt = list(ids)[-(limits.max_length - count) :]
@@ -161,7 +161,7 @@ def greedy(session: Session, prompt: Sequence[int], method: str, k: int | None, 
     )
 
 
-def speculation_depths(session: Session) -> list[int]:
+def _speculation_depths(session: Session) -> list[int]:
     """K = 1, the bundle's default, and about twice that."""
     default, most = session.manifest.num_speculative_tokens, session.max_speculative_tokens
     return sorted({1, default, min(most, max(2 * default, 7))})

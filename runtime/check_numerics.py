@@ -36,6 +36,7 @@ LIKELIEST = 16
 CEILINGS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 QUANTIZED_CEILING = 0.2
 SPREAD_PER_RMS = 4  # about what the spread of 16 tokens is to the standard deviation of all
+NEAR_TIE = 4  # three standard deviations of the difference of two logits, each of which moves by `rms`
 FLOAT_EPS = float(np.finfo(np.float32).eps)
 
 
@@ -94,7 +95,7 @@ def _ceiling(model: Model) -> float:
 class WidthVariance:
     """The Difference between one-token calls and wider ones over the same text, `positions` tokens of it.
 
-    A choice between tokens whose logits are closer than `near_tie` (1.5 times the spread) can be the width's doing.
+    A choice between tokens whose logits are closer than `near_tie` (NEAR_TIE times the rms) can be the width's doing.
     Logits that are compared as such may differ by `limit`, three times the measured difference, because that is itself
     only the largest of a sample. All end where `rms` is at `ceiling`; `sound` says that it is not above.
     """
@@ -175,7 +176,7 @@ def _measure(graph: Graph, corpus: Tokens, speculative_tokens: int) -> WidthVari
         spread=found.spread,
         logit_std=std,
         ceiling=ceiling,
-        near_tie=1.5 * spread,
+        near_tie=NEAR_TIE * rms,
         limit=Difference(min(3 * rms, ceiling), min(3 * spread, SPREAD_PER_RMS * ceiling)),
         sound=found.rms <= ceiling,
     )

@@ -37,7 +37,7 @@ from draftc.runtime.warp import Sampling, softmax
 __all__ = ["ALPHA", "MIN_DRAWS", "SETTINGS", "GTest", "SamplingCase", "SamplingDetails", "Shift", "check_sampling"]
 
 ALPHA = 1e-6  # of all tests together
-MIN_DRAWS = 100  # per drafter and setting; with fewer, only gross errors could show, and the part does not pass
+MIN_DRAWS = 60  # per drafter and setting; with fewer, only gross errors could show, and the part does not pass
 MAX_DRAWS = 4000
 PREFIXES = 3
 PREFIX_TOKENS = 24
@@ -172,7 +172,7 @@ class SamplingDetails:
             needed = MIN_DRAWS * len(self.cases) * self.seconds_per_draw / PLANNED_SHARE
             return (
                 f"not enough draws: {fewest} of the {MIN_DRAWS} needed per case fit into {self.budget_s:.0f} s; "
-                f"allow about {np.ceil(needed):.0f} s"
+                f"allow about {np.ceil(needed):.0f} s (--budget)"
             )
         detects = max(case.lean.detects for case in self.cases)
         return (
@@ -207,7 +207,7 @@ def check_sampling(
     gives the same draws.
     """
     k = min(session.manifest.num_speculative_tokens, 3)
-    prefixes = choose_prefixes(session, prompts, k)
+    prefixes = _choose_prefixes(session, prompts, k)
     runs = [
         DrawSeries(method, drafter, name, sampling, k)
         for method, drafter in session.drafters.items()
@@ -244,7 +244,7 @@ def check_sampling(
     )
 
 
-def choose_prefixes(session: Session, prompts: Mapping[str, Sequence[int]], k: int) -> list[Tokens]:
+def _choose_prefixes(session: Session, prompts: Mapping[str, Sequence[int]], k: int) -> list[Tokens]:
     """Short prefixes at which a draw says much: the target's own text, and the beginning of its repetition.
 
     The repetition makes an n-gram drafter propose what followed the first time. It is cut where the target is least

@@ -98,7 +98,7 @@ def verify(
         raise UsageError(f"seed must be 0 or more, got {seed}")
     if draws is not None and draws < 1:
         raise UsageError(f"draws must be 1 or more, got {draws}")
-    ids = encode_all(session, prompts)
+    ids = _encode_all(session, prompts)
     corpus = np.concatenate([np.asarray(tokens, np.int64) for tokens in ids.values()])
     corpus = np.resize(corpus, max(corpus.size, CALIBRATION_TOKENS))
     report = on_progress or (lambda name, done: None)
@@ -144,7 +144,7 @@ def verify(
     )
 
 
-def encode_all(session: Session, prompts: Sequence[PromptCase]) -> Mapping[str, list[int]]:
+def _encode_all(session: Session, prompts: Sequence[PromptCase]) -> Mapping[str, list[int]]:
     """Token ids by prompt id. Raises UsageError that names the prompt."""
     if not prompts:
         raise UsageError("no prompts: give at least one")
@@ -187,7 +187,7 @@ def render(report: VerifyReport) -> RenderableType:
         lines += _details(part.details)
     lines += [Text(f"warning: {warning}", style="yellow") for warning in report.warnings]
     lines.append(
-        Text("PASSED: nothing is lost", style="bold green") if report.passed else Text("FAILED", style="bold red")
+        Text("PASSED: no loss was found", style="bold green") if report.passed else Text("FAILED", style="bold red")
     )
     return Group(*lines)
 

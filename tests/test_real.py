@@ -1,4 +1,4 @@
-"""A real checkpoint from end to end: SmolLM2-135M-Instruct is compiled once, and compared with transformers' own reading.
+"""A real checkpoint from end to end: SmolLM2-135M-Instruct is compiled once and compared with transformers' reading.
 
 The reference is what transformers makes of the same GGUF file with its own loader, so neither draftc's reader of
 weights, nor its tokenizer, nor its graph is on both sides of a comparison.
@@ -7,6 +7,7 @@ weights, nor its tokenizer, nor its graph is on both sides of a comparison.
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from typer.testing import CliRunner, Result
 
 import draftc.runtime as runtime
 from draftc.export.catalog import cache_dir, load_model, load_recipe
+from draftc.runtime import selfcheck
+from draftc.runtime.check_sampling import MIN_DRAWS
 from draftc.runtime.cli import build_app
 from draftc.runtime.manifest import parse
 
@@ -110,7 +113,7 @@ def draftc(*args: str | Path) -> Result:
 def bundle(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe, shorter: fp32 with n-gram drafting."""
     out = tmp_path_factory.mktemp("real") / "smollm2"
-    lengths = ["--max-length", "1024", "--prefill-chunk", str(CHUNK)]
+    lengths = ["--max-length", "512", "--prefill-chunk", str(CHUNK)]
     result = draftc("compile", "--recipe", RECIPE, *lengths, "-o", out, "--quiet")
     assert result.exit_code == 0, result.stderr
     return out
@@ -162,9 +165,9 @@ def test_a_second_turn_reuses_the_first(session: runtime.Session, bundle: Path) 
 
 
 def test_a_prompt_of_several_chunks(session: runtime.Session, reference: Reference) -> None:
-    prompt = "".join(f"{n} squared is {n * n}.\n" for n in range(1, 70)) + "70 squared is"
+    prompt = "".join(f"{n} squared is {n * n}.\n" for n in range(1, 40)) + "40 squared is"
     ids = session.encode(prompt)
-    assert len(ids) > 4 * CHUNK
+    assert len(ids) > 2 * CHUNK
     assert len(ids) % CHUNK != 0
     result = session.generate(prompt, max_new_tokens=8, temperature=0, ignore_eos=True, logprobs=True)
     reference.assert_greedy(ids, result.token_ids)
@@ -174,15 +177,21 @@ def test_a_prompt_of_several_chunks(session: runtime.Session, reference: Referen
     np.testing.assert_allclose(result.logprobs, expected.numpy(), atol=1e-3)
 
 
-def test_verify_passes(bundle: Path) -> None:
-    result = draftc("verify", bundle, "--budget", "20", "--threads", "1", "--json")
+def test_verify_passes(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # How many draws fit into a budget of seconds depends on what else runs on the machine: a fixed number does not.
+    monkeypatch.setattr(selfcheck, "verify", partial(selfcheck.verify, draws=MIN_DRAWS))
+    prompts = tmp_path / "prompts.jsonl"
+    cases = [{"id": "edit", "prompt": EDIT}, {"id": "chat", "messages": CONVERSATIONS["system"]}]
+    prompts.write_text("\n".join(map(json.dumps, cases)), encoding="utf-8")
+    result = draftc("verify", bundle, "--prompts", prompts, "--threads", "1", "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["passed"] is True
     assert [part["name"] for part in report["parts"]] == ["greedy", "sampling", "cache", "bounds"]
-    assert all(part["details"] for part in report["parts"])
-    (target,) = report["variance"]
-    assert 0 < target["max_abs"] < NEAR_TIE
+    greedy, sampling, *_ = (part["details"] for part in report["parts"])
+    assert sum(mode["accepted"] for mode in greedy["modes"]) > 0
+    assert all(mode["identical"] == mode["prompts"] == 2 for mode in greedy["modes"])
+    assert all(case["draws"] == MIN_DRAWS and case["proposed"] > 0 for case in sampling["cases"])
 
 
 def test_bench_reports_every_prompt_in_every_mode(bundle: Path) -> None:

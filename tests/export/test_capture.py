@@ -176,6 +176,26 @@ FAMILIES = (
     ),
     Family("helium", {"head_dim": 16}),
     Family(
+        "deepseek_v3",  # what it caches is compressed: keys and values are computed from the buffer
+        {
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 2.5,
+        },
+        {"routed_scaling_factor": 1.0},
+    ),
+    Family(
         "qwen3_moe",
         {
             "num_experts": 4,
@@ -436,7 +456,7 @@ def test_attention_that_goes_round_the_interface_is_refused(tmp_path: Path, monk
     """What a remote-code model may do: it claims the interface, yet one layer keeps its own attention."""
     model = tiny_model("llama", num_hidden_layers=1)
     monkeypatch.setattr(AttentionInterface, "get_interface", lambda self, name, default: own_attention)
-    with pytest.raises(CaptureError, match=r"past_key_values\.0\.key is not read by an Attention node alone"):
+    with pytest.raises(CaptureError, match=r"past_key_values\.0\.key is not read by Attention nodes alone"):
         capture_tiny(model, tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -452,6 +472,14 @@ def own_attention(
     key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
     scores = query @ key.transpose(2, 3)
     return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+
+def test_attention_with_sinks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a family that no list names."""
+    monkeypatch.setattr("draftc.export.capture.check_supported", lambda config: None)
+    model = tiny_model("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=16)
+    with pytest.raises(UnsupportedModelError, match="gpt_oss: its attention uses 's_aux'"):
+        capture_tiny(model, tmp_path)
 
 
 def test_attention_outside_the_interface_is_refused_before_tracing(monkeypatch: pytest.MonkeyPatch) -> None:

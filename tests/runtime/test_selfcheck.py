@@ -184,7 +184,7 @@ def test_variance_is_what_the_widths_differ_by(tokenizer: Tokenizer) -> None:
 
     coarse = measure_variance(graphs(quantized(session))[0], corpus, 2)
     assert coarse.sound
-    assert coarse.near_tie == pytest.approx(1.5 * coarse.spread)
+    assert coarse.near_tie == pytest.approx(4 * coarse.rms)
     assert coarse.limit == Difference(3 * coarse.rms, 3 * coarse.spread)
 
 

@@ -23,6 +23,7 @@ from draftc.export.pair import PairReport, check_pair, tokenizer_fingerprint
 from draftc.export.passes import lower
 from draftc.export.progress import Quiet, Reporter
 from draftc.export.quantize import QuantizationScheme, QuantizeWeights
+from draftc.export.rope import fixed_rope
 from draftc.export.seams import OPSET
 from draftc.runtime.decoder import Decoder, Limits
 from draftc.runtime.engine import Tokens
@@ -158,7 +159,7 @@ def _build(
         checkpoint = load(info, progress=advance)
     fingerprint = checkpoint.fingerprint
     tokens = parity.parity_tokens(info.tokenizer, _parity_length(info, limits))
-    with reporter.stage(f"{role}: eager reference"):
+    with reporter.stage(f"{role}: eager reference"), fixed_rope(checkpoint.model, limits.max_length):
         expected = parity.eager_logits(checkpoint.model, tokens)
     work = folder / f"{role}.float" if options.scheme else folder / role
     work.mkdir()

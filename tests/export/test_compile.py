@@ -273,3 +273,25 @@ def test_logits_of_padding_rows_never_become_tokens(sources: Path, tmp_path: Pat
                 np.arange(24) * 7 % 300, max_new_tokens=12, temperature=1.0, seed=seed, ignore_eos=True, top_k=0
             )
             assert max(result.token_ids) < session.manifest.vocab_size
+
+
+@pytest.mark.parametrize(("max_length", "factors"), [(200, "short"), (256, "long")])
+def test_longrope_is_compared_in_the_regime_that_was_compiled(tmp_path: Path, max_length: int, factors: str) -> None:
+    """Its factors depend on max_length here, and on the longest position of each call in the checkpoint's own code.
+
+    The text of the gate, 192 tokens, is short for the checkpoint in both cases.
+    """
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0 + i for i in range(8)],
+        "original_max_position_embeddings": 200,
+        "factor": 1.6,
+    }
+    sizes = {"max_position_embeddings": 512, "original_max_position_embeddings": 200}
+    save_folder(tmp_path / "phi3", tiny_model("phi3", rope_parameters=rope, **sizes))
+    compile_bundle(CompileOptions(str(tmp_path / "phi3"), "ngram", tmp_path / "out", max_length=max_length))
+    rope_note = manifest_of(tmp_path / "out").target.rope
+    assert rope_note is not None
+    assert factors in rope_note

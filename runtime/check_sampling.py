@@ -169,11 +169,7 @@ class SamplingDetails:
             )
         fewest = min((case.draws for case in self.cases), default=0)
         if not self.enough:
-            needed = MIN_DRAWS * len(self.cases) * self.seconds_per_draw / PLANNED_SHARE
-            return (
-                f"not enough draws: {fewest} of the {MIN_DRAWS} needed per case fit into {self.budget_s:.0f} s; "
-                f"allow about {np.ceil(needed):.0f} s (--budget)"
-            )
+            return f"not enough draws: {fewest} of the {MIN_DRAWS} that each case needs"
         detects = max(case.lean.detects for case in self.cases)
         return (
             f"{sum(case.draws for case in self.cases)} draws in {len(self.cases)} cases fit the target's distribution "
@@ -203,8 +199,8 @@ def check_sampling(
 ) -> SamplingDetails:
     """Draw at fixed prefixes with every drafter under every setting. `limit` is a WidthVariance's.
 
-    `draws` per case; default: what `budget_s` seconds allow by a measured step time, at most MAX_DRAWS. The same seed
-    gives the same draws.
+    `draws` per case; default: what `budget_s` seconds allow by a measured step time, MIN_DRAWS to MAX_DRAWS. The same
+    seed gives the same draws.
     """
     k = min(session.manifest.num_speculative_tokens, 3)
     prefixes = _choose_prefixes(session, prompts, k)
@@ -216,17 +212,17 @@ def check_sampling(
     session.reset()
     with tapped(session.target) as tap:
         seconds = [run.seconds_per_draw(session.target, tap, prefixes[0]) for run in runs]
-        planned = draws or int(min(MAX_DRAWS, PLANNED_SHARE * budget_s / sum(seconds)))
-        share = -(-planned // len(prefixes))
+        planned = draws or max(MIN_DRAWS, int(min(MAX_DRAWS, PLANNED_SHARE * budget_s / sum(seconds))))
+        share, least = (-(-count // len(prefixes)) for count in (planned, MIN_DRAWS))
         seeds = iter(range(seed, seed + share * len(prefixes) * len(runs)))
         blocks = [(prefix, run, cost) for prefix in prefixes for run, cost in zip(runs, seconds, strict=True)]
         for done, (prefix, run, cost) in enumerate(blocks):
             run.open_prefix(session.target, prefix, share)
             # The clock only ends what takes longer than the pilot said: no draw has a say in how many there are.
             deadline = perf_counter() + (share * cost / PLANNED_SHARE if draws is None else float("inf"))
-            for _ in range(share):
+            for i in range(share):
                 draw_seed = next(seeds)
-                if perf_counter() < deadline:
+                if i < least or perf_counter() < deadline:
                     run.record(run.draw(session.target, tap, prefix, draw_seed))
             on_progress((done + 1) / len(blocks))
     alpha = ALPHA / (3 * len(runs))

@@ -185,7 +185,13 @@ def chat(
 def verify(
     out: cli.BundleFolder,
     prompts: cli.Prompts = None,
-    budget: Annotated[float, typer.Option("--budget", help="Seconds for the draws of the sampling test.")] = 60.0,
+    budget: Annotated[
+        float,
+        typer.Option(
+            "--budget",
+            help="Seconds for the draws of the sampling test (60 draws per case are made whatever they take).",
+        ),
+    ] = 60.0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No report, no progress: the exit code tells.")] = False,

@@ -88,9 +88,9 @@ def verify(
 ) -> VerifyReport:
     """Check the bundle behind `session`, which must be idle and is left with an empty cache.
 
-    `budget_s` seconds go to the draws of the sampling part; the other parts take what they take. `draws` per case
-    replaces the budget by a number. An engine that fails makes a failed part. Raises UsageError for arguments out of
-    range and prompts that can't be encoded.
+    `budget_s` seconds go to the draws of the sampling part, but for a minimum; the other parts take what they take.
+    `draws` per case replaces the budget by a number. An engine that fails makes a failed part. Raises UsageError for
+    arguments out of range and prompts that can't be encoded.
     """
     if not (budget_s > 0 and math.isfinite(budget_s)):
         raise UsageError(f"budget_s must be a finite number of seconds above 0, got {budget_s}")

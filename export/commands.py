@@ -57,7 +57,9 @@ def compile_(
         bool, typer.Option("--trust-remote-code", help="Run model code of the source.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON, and no progress.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the manifest as JSON; notes go to standard error.")
+    ] = False,
 ) -> None:
     """Compile a target and its drafter into a bundle.
 
@@ -68,11 +70,11 @@ def compile_(
     """
     from draftc.export.catalog import fetch_recipe, load_model, load_recipe
     from draftc.export.compile import CompileOptions, compile_bundle
-    from draftc.export.progress import Quiet, RichReporter
+    from draftc.export.progress import Lines, Quiet, RichReporter
     from draftc.export.quantize import QuantizationScheme
 
     console = Console(stderr=True)
-    report = Quiet() if quiet or as_json else RichReporter(console)
+    report = Quiet() if quiet else Lines() if as_json else RichReporter(console)
     target_license: str | None = None
     draft_license: str | None = None
     if recipe is not None:
@@ -82,13 +84,15 @@ def compile_(
         paths = fetch_recipe(chosen, report=report.note)
         target = str(paths[chosen.target])
         draft = str(paths.get(chosen.draft, chosen.draft))
-        precision, k, max_length = precision or chosen.precision, k or chosen.k, max_length or chosen.max_length
-        name = name or chosen.name
+        precision = chosen.precision if precision is None else precision
+        k = chosen.k if k is None else k
+        max_length = chosen.max_length if max_length is None else max_length
+        name = chosen.name if name is None else name
         licences = {model: load_model(model).licence for model in chosen.models}
         target_license, draft_license = licences[chosen.target], licences.get(chosen.draft)
     if target is None or draft is None:
         raise UsageError('name --target and --draft (a model, or "ngram"), or a --recipe')
-    precision = precision or "fp32"
+    precision = "fp32" if precision is None else precision
     if precision not in PRECISIONS:
         raise UsageError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     scheme = None
@@ -127,7 +131,9 @@ def compile_(
 
 def fetch(
     name: Annotated[str | None, typer.Argument(help="A recipe or a model of the catalog.", show_default=False)] = None,
-    dest: Annotated[Path | None, typer.Option(help="Where to put it. Default: ~/.cache/draftc-models.")] = None,
+    dest: Annotated[
+        Path | None, typer.Option(help="Folder to put it into. Default: ~/.cache/draftc-models, or the hub's cache.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print {name: path} as JSON.")] = False,
 ) -> None:
     """Download the sources of a tested pair, checked against their sha256. Without NAME: list the catalog.

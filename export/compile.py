@@ -17,9 +17,18 @@ import onnx_ir as ir
 
 from draftc.export import parity, preflight
 from draftc.export.bundle_writer import BundleWriter, utc_now
-from draftc.export.capture import Captured, capture
-from draftc.export.checkpoint import Checkpoint, CheckpointInfo, load, peek, resolve, write_tokenizer
-from draftc.export.pair import PairReport, check_pair, tokenizer_fingerprint
+from draftc.export.capture import Captured, capture, position_table
+from draftc.export.checkpoint import (
+    Checkpoint,
+    CheckpointInfo,
+    check_tokenizer,
+    load,
+    peek,
+    resolve,
+    skeleton,
+    write_tokenizer,
+)
+from draftc.export.pair import PairReport, check_pair, target_length_warning, tokenizer_fingerprint
 from draftc.export.passes import lower
 from draftc.export.progress import Quiet, Reporter
 from draftc.export.quantize import QuantizationScheme, QuantizeWeights
@@ -30,6 +39,7 @@ from draftc.runtime.engine import Tokens
 from draftc.runtime.errors import UsageError
 from draftc.runtime.graphio import GraphSpec
 from draftc.runtime.manifest import (
+    INT32_MAX,
     Backend,
     Draft,
     DraftModel,
@@ -42,12 +52,13 @@ from draftc.runtime.manifest import (
     Source,
     TokenizerInfo,
 )
-from draftc.runtime.ort import OrtEngine
+from draftc.runtime.ort import OrtEngine, load_onnxruntime
 
 __all__ = ["CompileOptions", "compile_bundle"]
 
 BACKEND: Literal["onnxruntime"] = "onnxruntime"
 Role = Literal["target", "draft"]
+LOGITS_BYTES = 1 << 30  # most that the parity gate holds of one model's logits
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,10 @@ class CompileOptions:
             raise UsageError(f"max_length must be 8 or more, got {self.max_length}")
         if not 2 <= self.max_width <= 256:
             raise UsageError(f"max_width must be 2 to 256, got {self.max_width}")
+        if self.max_length is not None and self.max_length > INT32_MAX - self.max_width:
+            raise UsageError(f"max_length must be {INT32_MAX - self.max_width} or less, got {self.max_length}")
+        if not self.bundle_name.strip() or not self.bundle_name.isprintable():
+            raise UsageError(f"the bundle's name must be printable text, got {self.bundle_name!r}: pass another --name")
         if not 1 <= self.num_speculative_tokens < self.max_width:
             allowed = f"1 to {self.max_width - 1} (below max_width {self.max_width})"
             raise UsageError(f"num_speculative_tokens must be {allowed}, got {self.num_speculative_tokens}")
@@ -87,6 +102,11 @@ class CompileOptions:
             raise UsageError(f"n-grams need 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}")
         if self.prefill_chunk < 1:
             raise UsageError(f"prefill_chunk must be 1 or more, got {self.prefill_chunk}")
+
+    @property
+    def bundle_name(self) -> str:
+        """The name that was asked for, or that of the output folder."""
+        return self.out.resolve().name if self.name is None else self.name
 
     @property
     def precision(self) -> Literal["fp32", "int8", "int4"]:
@@ -105,31 +125,39 @@ class _Built:
 def compile_bundle(options: CompileOptions, reporter: Reporter | None = None) -> Manifest:
     """Compile a bundle to `options.out` and return its manifest. Nothing is left at `out` unless everything succeeded.
 
-    Raises CheckpointError, UnsupportedModelError, PairError, CaptureError, ParityError, ResourceError, UsageError.
+    Raises BackendUnavailableError, CheckpointError, UnsupportedModelError, PairError, CaptureError, ParityError,
+    ResourceError, UsageError.
     """
     reporter = reporter or Quiet()
     with reporter.stage("check"):
+        backend = Backend(name=BACKEND, version=load_onnxruntime().__version__, opset=OPSET)
         target = peek(resolve(options.target, trust_remote_code=options.trust_remote_code))
         draft = None
         if options.draft != "ngram":
             draft = peek(resolve(options.draft, trust_remote_code=options.trust_remote_code))
-        max_length = options.max_length or min(2048, target.shape.max_positions or 2048)
+        max_length = options.max_length
+        if max_length is None:
+            max_length = min(2048, target.shape.max_positions or 2048)
         limits = Limits(
             max_length, options.max_width, min(options.prefill_chunk, max_length), _vocab_size(target, draft)
         )
         pair = check_pair(target, draft, max_length, options.num_speculative_tokens) if draft else None
-    for info in (target, draft):
-        for note in info.notes if info else ():
-            reporter.note(note)
-    for warning in pair.warnings if pair else ():
-        reporter.note(warning)
-    infos = [info for info in (target, draft) if info]
+        infos = [info for info in (target, draft) if info]
+        for role, info in zip(_ROLES, infos, strict=False):
+            _check_positions(role, info, max_length)
+        check_tokenizer(target)
+    notes = [note for info in infos for note in info.notes]
+    if (too_short := target_length_warning(target, max_length)) is not None:
+        notes.append(too_short)
+    for note in [*notes, *(pair.warnings if pair else ())]:
+        reporter.note(note)
     with BundleWriter(options.out, force=options.force) as writer:
         needs = preflight.estimate(
             infos,
             options.precision,
             max_length=max_length,
             max_width=options.max_width,
+            prefill_chunk=options.prefill_chunk,
             block_size=options.scheme.block_size if options.scheme else 32,
         )
         reporter.note(needs.summary())
@@ -140,10 +168,25 @@ def compile_bundle(options: CompileOptions, reporter: Reporter | None = None) ->
         ]
         with reporter.stage("write"):
             write_tokenizer(target, writer.folder / "tokenizer")
-            return writer.finish(_manifest(options, limits, target, built, pair))
+            return writer.finish(_manifest(options, backend, limits, target, built, pair))
 
 
 _ROLES: tuple[Role, ...] = ("target", "draft")
+
+
+def _check_positions(role: Role, info: CheckpointInfo, max_length: int) -> None:
+    """Refuse a text longer than a learned position table now, rather than when the model is captured.
+
+    Only where the config's context is shorter is the model's code asked whether there is such a table.
+    """
+    if info.shape.max_positions is None or max_length <= info.shape.max_positions:
+        return
+    table = position_table(skeleton(info))
+    if table is not None and max_length > table:
+        raise UsageError(
+            f"max_length {max_length} exceeds the {table} positions of the {role} {info.source.name}: use --max-length "
+            f"{table} or less, or another {role}"
+        )
 
 
 def _vocab_size(target: CheckpointInfo, draft: CheckpointInfo | None) -> int:
@@ -159,6 +202,11 @@ def _build(
         checkpoint = load(info, progress=advance)
     fingerprint = checkpoint.fingerprint
     tokens = parity.parity_tokens(info.tokenizer, _parity_length(info, limits))
+    window = _sliding_window(info)
+    if window is not None and tokens.size <= window < limits.max_length:
+        reporter.note(
+            f"{role}: compared over {tokens.size} positions; its window of {window} tokens is not crossed by that text"
+        )
     with reporter.stage(f"{role}: eager reference"), fixed_rope(checkpoint.model, limits.max_length):
         expected = parity.eager_logits(checkpoint.model, tokens)
     work = folder / f"{role}.float" if options.scheme else folder / role
@@ -175,6 +223,7 @@ def _build(
         comparison = parity.compare(expected, logits, captured.spec.vocab_rows)
         tolerance = parity.check_capture(info.source.name, comparison)
         reports = [_report(role, "capture", info, comparison, tolerance)]
+    del expected
     quantization = None
     if options.scheme is None:
         lowered.replace(captured.path)
@@ -229,8 +278,12 @@ def _quantize(
     for path in captured.path.parent.iterdir():
         path.unlink()
     captured.path.parent.rmdir()
-    for name in rewrite.left_in_float:
-        reporter.note(f"{role}: {name} stays in float")
+    if names := rewrite.left_in_float:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        reporter.note(
+            f"{role}: {rewrite.float_share:.0%} of the weights that it multiplies with stay in float: "
+            f"{', '.join(names[:3])}{more}"
+        )
     return Quantization(
         bits=scheme.bits,
         block_size=scheme.block_size,
@@ -251,10 +304,21 @@ def _run(path: Path, spec: GraphSpec, limits: Limits, tokens: Tokens, k: int) ->
 
 
 def _parity_length(info: CheckpointInfo, limits: Limits) -> int:
-    """192 tokens, or past the edge of a sliding window, since only a text beyond it shows a wrong mask."""
-    window = getattr(info.config.get_text_config(), "sliding_window", None)
-    wanted = max(192, window + 64) if isinstance(window, int) and window <= 1024 else 192
-    return min(wanted, limits.max_length)
+    """192 tokens, or past the edge of a sliding window, since only a text beyond it shows a wrong mask.
+
+    No more than whose logits fit into LOGITS_BYTES.
+    """
+    window = _sliding_window(info)
+    wanted = max(192, window + 64) if window is not None and window <= 1024 else 192
+    return min(wanted, limits.max_length, max(8, LOGITS_BYTES // (4 * info.shape.vocab_rows)))
+
+
+def _sliding_window(info: CheckpointInfo) -> int | None:
+    """How many tokens a layer looks back, where some layers do not look back to the beginning."""
+    config = info.config.get_text_config()
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    slides = kinds is None or "sliding_attention" in kinds
+    return window if isinstance(window, int) and slides else None
 
 
 def _report(
@@ -273,7 +337,12 @@ def _report(
 
 
 def _manifest(
-    options: CompileOptions, limits: Limits, target: CheckpointInfo, built: list[_Built], pair: PairReport | None
+    options: CompileOptions,
+    backend: Backend,
+    limits: Limits,
+    target: CheckpointInfo,
+    built: list[_Built],
+    pair: PairReport | None,
 ) -> Manifest:
     shortest, longest = options.min_ngram, options.max_ngram
     draft: Draft = NgramDraft(min_ngram=shortest, max_ngram=longest)
@@ -281,9 +350,9 @@ def _manifest(
         draft = DraftModel(model=built[1].model, min_ngram=shortest, max_ngram=longest)
     return Manifest(
         draftc_version=importlib.metadata.version("draftc"),
-        name=options.name or options.out.resolve().name,
+        name=options.bundle_name,
         created=utc_now(),
-        backend=Backend(name=BACKEND, version=importlib.metadata.version("onnxruntime"), opset=OPSET),
+        backend=backend,
         precision=options.precision,
         num_speculative_tokens=options.num_speculative_tokens,
         max_length=limits.max_length,

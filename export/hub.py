@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, constants, errors, snapshot_download
 from draftc.export.weights import INDEX_FILE, SINGLE_FILE, Weights, find_weights, read_weights
 from draftc.runtime.errors import CheckpointError, ResourceError
 
-__all__ = ["download_files", "download_weights", "parse_hub_id", "remote_weights"]
+__all__ = ["copy_to", "download_files", "download_weights", "parse_hub_id", "remote_weights"]
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md"]
 WEIGHT_FILES = ["model*.safetensors"]
@@ -42,6 +42,14 @@ def download_weights(repo: str, commit: str) -> Path:
     with _clear_errors(repo):
         folder = snapshot_download(repo, revision=commit, allow_patterns=WEIGHT_FILES, ignore_patterns=SUBFOLDERS)
     return Path(folder)
+
+
+def copy_to(folder: Path, repo: str, commit: str) -> Path:
+    """Fetch one commit's files, weights included, into `folder` instead of the hub's cache; returns `folder`."""
+    patterns = [*SMALL_FILES, *WEIGHT_FILES]
+    with _clear_errors(repo):
+        snapshot_download(repo, revision=commit, allow_patterns=patterns, ignore_patterns=SUBFOLDERS, local_dir=folder)
+    return folder
 
 
 def remote_weights(repo: str, folder: Path) -> Weights:
@@ -74,7 +82,8 @@ def _clear_errors(repo: str) -> Iterator[None]:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"hub model {repo!r} does not exist or is private; check the name, or run `hf auth login`"
+            f"hub model {repo!r} does not exist or is private, and there is no such folder here; check the name, or "
+            "run `hf auth login`"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise CheckpointError(f"hub model {repo!r} has no such revision; leave out the part after '@'") from error

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from draftc.export.checkpoint import CheckpointInfo
 from draftc.runtime.errors import PairError, UsageError
 
-__all__ = ["PairReport", "Prediction", "check_pair", "predicted_speedup", "tokenizer_fingerprint"]
+__all__ = [
+    "PairReport",
+    "Prediction",
+    "check_pair",
+    "predicted_speedup",
+    "target_length_warning",
+    "tokenizer_fingerprint",
+]
 
 ACCEPTANCE_RATES = (0.6, 0.8, 0.9)
 ROLES = ("bos_token", "eos_token", "pad_token")
@@ -61,7 +68,7 @@ def predicted_speedup(acceptance: float, k: int, cost_ratio: float) -> float:
 
 
 def check_pair(target: CheckpointInfo, draft: CheckpointInfo, max_length: int, k: int = 4) -> PairReport:
-    """Compare tokenizers, vocabulary rows, context lengths and cost.
+    """Compare tokenizers, vocabulary rows, the draft's context length and cost.
 
     Raises PairError when a token has another id in the draft, or an id of the target has no row in the draft.
     """
@@ -72,7 +79,11 @@ def check_pair(target: CheckpointInfo, draft: CheckpointInfo, max_length: int, k
             f"{target.token_ids - 1}; choose a draft of the same family"
         )
     ratio = draft.parameters_per_token / target.parameters_per_token
-    warnings = [*_role_warnings(target, draft), *_length_warnings(target, draft, max_length)]
+    warnings = _role_warnings(target, draft)
+    limit = draft.shape.max_positions
+    if limit is not None and limit < max_length:
+        effect = "its proposals past that are rarely accepted; the output stays right"
+        warnings.append(_too_short("draft", limit, max_length, effect))
     predictions = tuple(Prediction(rate, predicted_speedup(rate, k, ratio)) for rate in ACCEPTANCE_RATES)
     if ratio >= 1:
         best = predictions[-1]
@@ -89,6 +100,14 @@ def check_pair(target: CheckpointInfo, draft: CheckpointInfo, max_length: int, k
         predictions=predictions,
         warnings=tuple(warnings),
     )
+
+
+def target_length_warning(target: CheckpointInfo, max_length: int) -> str | None:
+    """What to tell when the target's context is shorter than `max_length` tokens, whatever drafts for it."""
+    limit = target.shape.max_positions
+    if limit is None or limit >= max_length:
+        return None
+    return _too_short("target", limit, max_length, "its output past that is unreliable; lower --max-length")
 
 
 def tokenizer_fingerprint(info: CheckpointInfo) -> str:
@@ -123,12 +142,5 @@ def _role_warnings(target: CheckpointInfo, draft: CheckpointInfo) -> list[str]:
     return found
 
 
-def _length_warnings(target: CheckpointInfo, draft: CheckpointInfo, max_length: int) -> list[str]:
-    return [
-        f"the {name}'s context is {limit} tokens, shorter than max_length {max_length}: {effect}"
-        for name, limit, effect in (
-            ("target", target.shape.max_positions, "its output past that is unreliable; lower --max-length"),
-            ("draft", draft.shape.max_positions, "its proposals past that are rarely accepted; the output stays right"),
-        )
-        if limit is not None and limit < max_length
-    ]
+def _too_short(name: str, limit: int, max_length: int, effect: str) -> str:
+    return f"the {name}'s context is {limit} tokens, shorter than max_length {max_length}: {effect}"

@@ -64,8 +64,9 @@ def eager_logits(model: "PreTrainedModel", tokens: Tokens) -> LogitRows:
 def graph_logits(decoder: Decoder, tokens: Tokens, k: int) -> LogitRows:
     """A graph's logits for `tokens` (n,), through every kind of call that the loop makes.
 
-    A prefill chunk, a verification of k+1 tokens of which all but one are then rejected, single steps, and
-    verifications to the end. Positions inside the first chunk that no call asked logits of are missing.
+    A prefill chunk, a verification of k+1 tokens (fewer in a text too short for that) of which all but one are then
+    rejected, single steps, and verifications to the end. Positions inside the first chunk that no call asked logits of
+    are missing.
     """
     limits = decoder.limits
     rows: LogitRows = {}
@@ -80,6 +81,7 @@ def graph_logits(decoder: Decoder, tokens: Tokens, k: int) -> LogitRows:
     decoder.cache.clear()
     chunk = min(limits.prefill_chunk, tokens.size // 2)
     run(chunk)
+    k = min(k, tokens.size - chunk - 1)
     rejected = np.concatenate((tokens[chunk : chunk + 1], np.roll(tokens[:k], 1)))
     rows[chunk] = decoder.extend(rejected, rows=k + 1)[0].copy()  # writes k wrong entries …
     decoder.cache.align(np.append(tokens[: chunk + 1], -1))  # … and takes them back

@@ -10,9 +10,22 @@ import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-__all__ = ["LOWERINGS", "MICROSOFT", "FuseTransposedWeights", "SplitGemms", "constant_weight", "lower", "replace_node"]
+from draftc.runtime.graphio import INPUT_IDS
+
+__all__ = [
+    "LOWERINGS",
+    "MICROSOFT",
+    "FuseTransposedWeights",
+    "SplitGemms",
+    "constant_weight",
+    "lower",
+    "replace_node",
+    "traced_weight",
+]
 
 MICROSOFT = "com.microsoft"
+MOVES = frozenset({"Gather", "GatherND", "Transpose", "Reshape", "Unsqueeze", "Squeeze", "Slice", "Cast", "Identity"})
+FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 
 def constant_weight(node: ir.Node) -> tuple[ir.Value, bool] | None:
@@ -31,6 +44,23 @@ def constant_weight(node: ir.Node) -> tuple[ir.Value, bool] | None:
     if operand is None or operand.const_value is None or len(operand.const_value.shape) != 2:
         return None
     return operand, transposed
+
+
+def traced_weight(operand: ir.Value | None) -> ir.Value | None:
+    """The float weight that `operand` is, or is taken from by nodes that only select or rearrange; None otherwise.
+
+    A weight is a matrix, or has two dimensions or more that are larger than one: others (rotary frequencies, scales)
+    are not worth rounding. Rows that are looked up by token id are activations.
+    """
+    while operand is not None and operand.const_value is None:
+        producer = operand.producer()
+        if producer is None or producer.op_type not in MOVES or any(v and v.name == INPUT_IDS for v in producer.inputs):
+            return None
+        operand = producer.inputs[0]
+    if operand is None or operand.const_value is None or operand.const_value.dtype not in FLOATS:
+        return None
+    shape = operand.const_value.shape.numpy()
+    return operand if len(shape) == 2 or sum(size > 1 for size in shape) > 1 else None
 
 
 def replace_node(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:

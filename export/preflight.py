@@ -26,18 +26,34 @@ CGROUP_FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes
 
 @dataclass(frozen=True)
 class Requirements:
-    """In bytes. disk: bundle and temporary files together. kv: key and value buffers of one open session."""
+    """In bytes. disk: bundle and temporary files together. kv: key and value buffers of one open session.
+
+    gathered: copies of expert weights that the widest call makes in a mixture of experts, `call_tokens` tokens wide;
+    they are needed when the bundle runs, too.
+    """
 
     disk_bytes: int
     bundle_bytes: int
     ram_bytes: int
     kv_bytes: int
+    gathered_bytes: int = 0
+    call_tokens: int = 0
 
     def summary(self) -> str:
         """One line for the log."""
-        return (
+        text = (
             f"needs about {format_bytes(self.ram_bytes)} of memory and {format_bytes(self.disk_bytes)} of disk; the "
             f"bundle takes {format_bytes(self.bundle_bytes)}, its KV buffers {format_bytes(self.kv_bytes)} when open"
+        )
+        if self.gathered_bytes:
+            text += f"; {self.gathered()}"
+        return text
+
+    def gathered(self) -> str:
+        """What a mixture of experts copies, as part of a sentence."""
+        return (
+            f"a call of {self.call_tokens} tokens copies {format_bytes(self.gathered_bytes)} of expert weights, when "
+            "the bundle runs, too"
         )
 
 
@@ -47,25 +63,32 @@ def estimate(
     *,
     max_length: int,
     max_width: int = 32,
+    prefill_chunk: int = 256,
     block_size: int = 32,
 ) -> Requirements:
     """Estimate what compiling `infos` (target first, then a draft model if there is one) needs.
 
     The fp32 graph of each model is written before it is quantized, so it counts as temporary disk. The embedding table
-    stays fp32, and a head that was tied to it is quantized as a matrix of its own. Raises UsageError for an unknown
-    precision.
+    and experts stay fp32, and a head that was tied to it is quantized as a matrix of its own. Raises UsageError for an
+    unknown precision.
     """
     if precision not in WEIGHT_BYTES:
         raise UsageError(f"precision must be one of {', '.join(WEIGHT_BYTES)}, is {precision!r}")
     per_weight = WEIGHT_BYTES[precision] if precision == "fp32" else WEIGHT_BYTES[precision] - 4 / 32 + 4 / block_size
     weights = [FP32 * info.parameters for info in infos]
+    call_tokens = max(max_width, min(prefill_chunk, max_length))
+    gathered = [FP32 * call_tokens * info.experts_per_token for info in infos]
+    # The peak is at the capture, or at the parity gate: one graph, and what its widest call gathers.
+    peaks = [max(COPIES * size, size + copied) for size, copied in zip(weights, gathered, strict=True)]
     finished = [_finished_bytes(info, per_weight, quantized=precision != "fp32") + GRAPH_BYTES for info in infos]
     bundle = sum(finished)
     return Requirements(
         disk_bytes=bundle + (max(weights) if precision != "fp32" else 0),
         bundle_bytes=bundle,
-        ram_bytes=int(COPIES * max(weights)) + BASE_BYTES,
+        ram_bytes=int(max(peaks)) + BASE_BYTES,
         kv_bytes=sum(info.shape.kv_bytes(max_length + max_width) for info in infos),
+        gathered_bytes=max(gathered),
+        call_tokens=call_tokens,
     )
 
 
@@ -73,8 +96,8 @@ def _finished_bytes(info: CheckpointInfo, per_weight: float, *, quantized: bool)
     if not quantized:
         return FP32 * info.parameters
     table = info.shape.vocab_rows * info.shape.hidden_size
-    matrices = info.parameters - (0 if info.tied else table)
-    return int(FP32 * table + per_weight * matrices)
+    matrices = info.parameters - info.expert_parameters - (0 if info.tied else table)
+    return int(FP32 * (table + info.expert_parameters) + per_weight * matrices)
 
 
 def check(requirements: Requirements, work_dir: Path) -> None:
@@ -87,6 +110,12 @@ def check(requirements: Requirements, work_dir: Path) -> None:
             f"{format_bytes(free)} free; free some, or choose another output folder with -o"
         )
     memory = available_memory()
+    gathers = requirements.gathered_bytes > 0
+    if gathers and memory is not None and memory < requirements.gathered_bytes + BASE_BYTES:
+        raise ResourceError(
+            f"{requirements.gathered()}; {format_bytes(memory)} of memory is available: lower --prefill-chunk (and "
+            "--max-width), or compile on a larger machine"
+        )
     if memory is not None and memory < requirements.ram_bytes:
         raise ResourceError(
             f"compiling needs about {format_bytes(requirements.ram_bytes)} of memory, {format_bytes(memory)} is "

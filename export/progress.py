@@ -1,5 +1,6 @@
 """What a compile tells while it runs: stages with a name and, where it is known, a length."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-__all__ = ["Advance", "Quiet", "Reporter", "RichReporter"]
+__all__ = ["Advance", "Lines", "Quiet", "Reporter", "RichReporter"]
 
 Advance = Callable[[int, int], None]
 """Called with (done, total)."""
@@ -35,6 +36,19 @@ class Quiet:
 
     def note(self, text: str) -> None:
         """See Reporter.note."""
+
+
+class Lines:
+    """Notes as plain lines on standard error, for programs that read the standard output; no progress."""
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[Advance]:
+        """See Reporter.stage."""
+        yield lambda done, total: None
+
+    def note(self, text: str) -> None:
+        """See Reporter.note."""
+        print(text, file=sys.stderr)
 
 
 class RichReporter:

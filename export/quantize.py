@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from draftc.export.passes import MICROSOFT, SplitGemms, constant_weight, replace_node
+from draftc.export.passes import MICROSOFT, SplitGemms, constant_weight, replace_node, traced_weight
 from draftc.runtime.errors import CaptureError, UsageError
 from draftc.runtime.graphio import INPUT_IDS, LOGITS
 
@@ -43,6 +43,8 @@ class QuantizationScheme:
             raise UsageError(f"bits must be 4 or 8, got {self.bits}")
         if self.block_size not in (16, 32, 64, 128, 256):
             raise UsageError(f"block size must be 16, 32, 64, 128 or 256, got {self.block_size}")
+        if not 0 <= self.accuracy_level <= 4:
+            raise UsageError(f"accuracy level must be 0 to 4, got {self.accuracy_level}")
         if self.embedding and self.bits != 4:
             raise UsageError("the embedding table can be quantized at int4 only: leave out --quantize-embedding")
 
@@ -50,8 +52,10 @@ class QuantizationScheme:
 class QuantizeWeights(InPlacePass):
     """MatMul(x, W) → MatMulNBits(x, Wq, scales), for every 2-D constant W; Gather(W, ids) → GatherBlockQuantized.
 
-    After `call`, `quantized` counts the rewritten MatMuls and `left_in_float` names the constant MatMuls that were not.
-    Raises CaptureError when there was nothing to quantize, which means that an earlier stage changed its form.
+    After `call`, `quantized` counts the rewritten MatMuls, `left_in_float` names the weights that other products still
+    read as floats (a head that was left out, experts that a Gather selects), and `float_share` is their part of all
+    weights that are multiplied with. Raises CaptureError when there was nothing to quantize, or when a product is
+    neither quantized nor named: an earlier stage then changed its form.
     """
 
     def __init__(self, scheme: QuantizationScheme, on_weight: Callable[[int, int], None] | None = None) -> None:
@@ -59,8 +63,10 @@ class QuantizeWeights(InPlacePass):
         self.scheme = scheme
         self.quantized = 0
         self.left_in_float: list[str] = []
+        self.float_share = 0.0
         self._on_weight = on_weight or (lambda done, total: None)
         self._quantizer = _onnxruntime_quantizer(scheme)
+        self._rounded: dict[tuple[ir.Value, bool], list[ir.Value]] = {}  # (weight, transposed) → operands
 
     def call(self, model: ir.Model) -> PassResult:
         """Quantize the model in place."""
@@ -68,15 +74,15 @@ class QuantizeWeights(InPlacePass):
         matmuls = [node for node in model.graph if node.op_type == "MatMul"]
         weights = [(node, *found) for node in matmuls if (found := constant_weight(node)) is not None]
         head = _head(model)
+        products = len(_float_products(model))
         for done, (node, weight, transposed) in enumerate(weights):
             self._on_weight(done, len(weights))
-            if node is head and not self.scheme.head:
-                self.left_in_float.append(weight.name or node.name or "?")
-            else:
+            if node is not head or self.scheme.head:
                 self._quantize_matmul(model.graph, node, weight, transposed)
         self._on_weight(len(weights), len(weights))
         if not self.quantized:
             raise CaptureError("no MatMul with a constant weight was found to quantize: compile with --precision fp32")
+        self._account(model, products)
         if self.scheme.embedding:
             self._quantize_embedding(model.graph)
         model.opset_imports[MICROSOFT] = 1
@@ -84,23 +90,46 @@ class QuantizeWeights(InPlacePass):
         return PassResult(model, True)
 
     def _quantize_matmul(self, graph: ir.Graph, node: ir.Node, weight: ir.Value, transposed: bool) -> None:
+        if (weight, transposed) not in self._rounded:
+            self._rounded[weight, transposed] = self._round(graph, weight, transposed)
         assert weight.const_value is not None
-        array = weight.const_value.numpy()
-        matrix = np.ascontiguousarray(array.T if transposed else array, np.float32)  # (K, N)
-        packed, scales, zero_points = self._quantizer.qbits_block_quant(matrix)
-        name = f"{weight.name}_q{self.scheme.bits}"
-        inputs = [node.inputs[0], _initializer(graph, name, packed), _initializer(graph, f"{name}_scales", scales)]
-        if not self.scheme.symmetric:
-            inputs.append(_initializer(graph, f"{name}_zero_points", zero_points))
+        rows, columns = weight.const_value.shape.numpy()
         attributes = {
-            "K": matrix.shape[0],
-            "N": matrix.shape[1],
+            "K": columns if transposed else rows,
+            "N": rows if transposed else columns,
             "bits": self.scheme.bits,
             "block_size": self.scheme.block_size,
             "accuracy_level": self.scheme.accuracy_level,
         }
-        replace_node(graph, node, ir.node("MatMulNBits", inputs, attributes, domain=MICROSOFT, name=node.name))
+        operands = [node.inputs[0], *self._rounded[weight, transposed]]
+        replace_node(graph, node, ir.node("MatMulNBits", operands, attributes, domain=MICROSOFT, name=node.name))
         self.quantized += 1
+
+    def _round(self, graph: ir.Graph, weight: ir.Value, transposed: bool) -> list[ir.Value]:
+        """The operands that stand for a weight: packed blocks, scales, and zero points where the scheme has them."""
+        assert weight.const_value is not None
+        array = weight.const_value.numpy()
+        matrix = np.ascontiguousarray(array.T if transposed else array, np.float32)  # (K, N)
+        packed, scales, zero_points = self._quantizer.qbits_block_quant(matrix)
+        name = f"{weight.name}{'_t' if transposed else ''}_q{self.scheme.bits}"
+        operands = [_initializer(graph, name, packed), _initializer(graph, f"{name}_scales", scales)]
+        if not self.scheme.symmetric:
+            operands.append(_initializer(graph, f"{name}_zero_points", zero_points))
+        return operands
+
+    def _account(self, model: ir.Model, products: int) -> None:
+        """Name what stays in float; of the `products` that there were, none may be missing."""
+        left = _float_products(model)
+        if self.quantized + len(left) != products:
+            raise CaptureError(
+                f"of {products} products with constant weights {self.quantized} were quantized and {len(left)} are "
+                "left: compile with --precision fp32"
+            )
+        weights = {weight.name or "?": weight for node_weights in left for weight in node_weights}
+        self.left_in_float = sorted(weights)
+        floats = sum(map(_size, weights.values()))
+        self.float_share = floats / (floats + sum(_size(weight) for weight, _ in self._rounded))
+        self._rounded.clear()  # it holds on to the float weights, whose file the caller may want to remove
 
     def _quantize_embedding(self, graph: ir.Graph) -> None:
         gathers = [node for node in graph if node.op_type == "Gather" and _reads_tokens(node)]
@@ -122,6 +151,21 @@ class QuantizeWeights(InPlacePass):
                 inputs.append(_initializer(graph, f"{name}_zero_points", points))
             attributes = {"gather_axis": 0, "quantize_axis": 1, "block_size": scheme.block_size}
             replace_node(graph, node, ir.node("GatherBlockQuantized", inputs, attributes, domain=MICROSOFT))
+
+
+def _float_products(model: ir.Model) -> list[list[ir.Value]]:
+    """The float weights of every MatMul and Gemm that has any, node by node."""
+    found = []
+    for node in model.graph.all_nodes():
+        if node.op_type in ("MatMul", "Gemm"):
+            operands = (traced_weight(operand) for operand in node.inputs[:2])
+            found.append([weight for weight in operands if weight is not None])
+    return [weights for weights in found if weights]
+
+
+def _size(weight: ir.Value) -> int:
+    assert weight.const_value is not None
+    return int(weight.const_value.size)
 
 
 def _onnxruntime_quantizer(scheme: QuantizationScheme) -> Any:

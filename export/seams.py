@@ -169,7 +169,9 @@ def seams_in_place(model: PreTrainedModel) -> Iterator[None]:
                 f"{model.config.model_type}: its attention does not go through transformers' attention interface"
             )
         if model._can_set_experts_implementation():
-            # Every expert is computed and weighted: the one form without data-dependent control flow.
+            # The one form without data-dependent control flow: each token gathers the weights of its own experts. In
+            # ONNX Runtime that gather is a copy per (token, expert) pair, so memory grows with the width of a call
+            # (`preflight` counts it), and the gathered weights cannot be quantized.
             model.set_experts_implementation("batched_mm")
         yield
     finally:

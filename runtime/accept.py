@@ -11,7 +11,7 @@ The emitted tokens are then distributed exactly as if they had been drawn from p
 early, but only by a rule on earlier tokens and on q_i as a distribution: once x_i is drawn, it must be proposed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,39 +39,45 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one verification emits: `accepted` proposals, then one token of the target's own (correction or bonus)."""
+    """What one verification emits: `accepted` proposals, then one token of the target's own (correction or bonus).
+
+    The last is missing when `emit` ended the text at an accepted proposal.
+    """
 
     tokens: list[int]
     accepted: int
 
 
-def accept(proposal: Proposal, logits: Logits, sampler: Sampler) -> Outcome:
+def accept(
+    proposal: Proposal, logits: Logits, sampler: Sampler, emit: Callable[[int], bool] = lambda token: True
+) -> Outcome:
     """Compare a proposal with the target's `logits` (k+1, V) and emit between 1 and k+1 tokens.
 
-    The emitted tokens are pushed to the sampler's history, one by one. Rows after the first rejection are never read.
+    Each token is pushed to the sampler's history and given to `emit` before the next row is looked at; when that says
+    False, the text has ended and nothing behind it is computed. Rows after the first rejection are never read either.
     """
-    emitted: list[int] = []
+    tokens: list[int] = []
 
-    def emit(token: int) -> None:
-        emitted.append(token)
+    def goes_on(token: int) -> bool:
+        tokens.append(token)
         sampler.push(token)
+        return emit(token)
 
     for i, x in enumerate(proposal.tokens.tolist()):
         if sampler.greedy:
-            best = sampler.argmax(logits[i])
-            emit(best)
-            if best != x:
-                return Outcome(emitted, accepted=i)
+            choice = sampler.argmax(logits[i])
+            accepted = choice == x
         else:
             p = sampler.distribution(logits[i])
-            q = one_hot(x, p.size) if proposal.q is None else proposal.q[i]
-            if sampler.uniform() * q[x] >= p[x]:
-                emit(sampler.draw(residual(p, q)))
-                return Outcome(emitted, accepted=i)
-            emit(x)
+            q = None if proposal.q is None else proposal.q[i]
+            q_x = 1.0 if q is None else q[x]
+            accepted = bool(sampler.uniform() * q_x < p[x])
+            choice = x if accepted else sampler.draw(residual(p, one_hot(x, p.size) if q is None else q))
+        if not goes_on(choice) or not accepted:
+            return Outcome(tokens, accepted=i + accepted)
     last = logits[len(proposal.tokens)]
-    emit(sampler.argmax(last) if sampler.greedy else sampler.draw(sampler.distribution(last)))
-    return Outcome(emitted, accepted=len(proposal.tokens))
+    goes_on(sampler.argmax(last) if sampler.greedy else sampler.draw(sampler.distribution(last)))
+    return Outcome(tokens, accepted=len(proposal.tokens))
 
 
 def residual(p: Distribution, q: Distribution) -> Distribution:

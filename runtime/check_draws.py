@@ -139,7 +139,7 @@ class DrawSeries:
         sampler = Sampler(self.sampling, prefix.tolist(), size, seed)
         text = TokenBuffer(prefix, prefix.size + MIN_TOKENS + self.k)
         stats = Stats()
-        loop = Loop(target, self.drafter, text, sampler, lambda tokens: tokens, stats)
+        loop = Loop(target, self.drafter, text, sampler, lambda token: True, stats)
         drawn: list[_Drawn] = []
         proposals: list[Proposal] = []
         first = None
@@ -212,6 +212,10 @@ class LogitTap:
         """See Engine.forward."""
         self.rows = self._engine.forward(tokens, start, rows)
         return self.rows
+
+    def clear(self) -> None:
+        """Clear the engine."""
+        self._engine.clear()
 
     def close(self) -> None:
         """Close the engine."""

@@ -34,13 +34,24 @@ from draftc.runtime.gof import betting_p_value, detectable_shift, detectable_tv,
 from draftc.runtime.session import Session
 from draftc.runtime.warp import Sampling, softmax
 
-__all__ = ["ALPHA", "MIN_DRAWS", "SETTINGS", "GTest", "SamplingCase", "SamplingDetails", "Shift", "check_sampling"]
+__all__ = [
+    "ALPHA",
+    "MIN_DRAWS",
+    "SETTINGS",
+    "GTest",
+    "SamplingCase",
+    "SamplingDetails",
+    "Shift",
+    "check_sampling",
+    "too_small_for_sampling",
+]
 
 ALPHA = 1e-6  # of all tests together
 MIN_DRAWS = 60  # per drafter and setting; with fewer, only gross errors could show, and the part does not pass
 MAX_DRAWS = 4000
 PREFIXES = 3
 PREFIX_TOKENS = 24
+LEAST_PREFIX = 4  # two tokens of a prompt, two of the target's: its repetition is what an n-gram drafter needs
 PLANNED_SHARE = 0.8  # of the budget; the rest is for what takes longer than the pilot did
 
 SETTINGS: Mapping[str, Sampling] = {
@@ -202,7 +213,7 @@ def check_sampling(
     `draws` per case; default: what `budget_s` seconds allow by a measured step time, MIN_DRAWS to MAX_DRAWS. The same
     seed gives the same draws.
     """
-    k = min(session.manifest.num_speculative_tokens, 3)
+    k = _depth(session)
     prefixes = _choose_prefixes(session, prompts, k)
     runs = [
         DrawSeries(method, drafter, name, sampling, k)
@@ -240,12 +251,30 @@ def check_sampling(
     )
 
 
+def too_small_for_sampling(session: Session) -> str:
+    """Which of the bundle's lengths leaves no room for the shortest prefix; "" where they all do."""
+    limits = session.target.limits
+    needs = {
+        "max_length": 2 * LEAST_PREFIX + 2 * (MIN_TOKENS + _depth(session)),
+        "max_width": LEAST_PREFIX,
+        "prefill_chunk": LEAST_PREFIX,
+    }
+    for name, least in needs.items():
+        if getattr(limits, name) < least:
+            return f"{name} {getattr(limits, name)} is too small for the sampling test (needs {least})"
+    return ""
+
+
+def _depth(session: Session) -> int:
+    return min(session.manifest.num_speculative_tokens, 3)
+
+
 def _choose_prefixes(session: Session, prompts: Mapping[str, Sequence[int]], k: int) -> list[Tokens]:
     """Short prefixes at which a draw says much: the target's own text, and the beginning of its repetition.
 
     The repetition makes an n-gram drafter propose what followed the first time. It is cut where the target is least
-    sure about that token, p (1 - p) at its largest; the best PREFIXES of `prompts` are taken. Raises UsageError when
-    none can be made.
+    sure about that token, p (1 - p) at its largest; the best PREFIXES of `prompts` are taken. Raises UsageError where
+    none of them has two tokens.
     """
     limits = session.target.limits
     room = (limits.max_length - 2 * (MIN_TOKENS + k)) // 2
@@ -253,7 +282,7 @@ def _choose_prefixes(session: Session, prompts: Mapping[str, Sequence[int]], k: 
     scored = []
     for ids in prompts.values():
         start = list(ids)[:half]
-        if half < 2 or len(start) < 2:
+        if len(start) < 2:
             continue
         session.reset()
         once = np.asarray(start + greedy(session, start, "plain", None, half).token_ids, np.int64)
@@ -264,7 +293,7 @@ def _choose_prefixes(session: Session, prompts: Mapping[str, Sequence[int]], k: 
         best = int((p * (1 - p)).argmax())
         scored.append((float(p[best] * (1 - p[best])), np.concatenate((once, once[: places[best]]))))
     if not scored:
-        raise UsageError("none of the prompts has two tokens that fit into this bundle: give longer ones")
+        raise UsageError("none of the prompts has two tokens: give longer ones")
     scored.sort(key=lambda item: -item[0])
     return [prefix for _, prefix in scored[:PREFIXES]]
 

@@ -256,8 +256,8 @@ def bench(
       draftc bench out
       draftc bench out --prompts humaneval.jsonl -k 3,4 --method draft_model -n 256 --json-file bench.json
     """
-    if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
-        raise UsageError(f"--json-file {json_file}: name a file in a folder that exists")
+    if json_file is not None:
+        _check_writable(json_file)
     sampling = draftc.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     opened = draftc.open(out, device=device, threads=threads, check_hashes=check_hashes)
     with opened as session, progress(quiet) as on_progress:
@@ -274,12 +274,12 @@ def bench(
             threads=threads,
             on_progress=on_progress,
         )
-    if json_file is not None:
-        json_file.write_text(to_json(report.to_dict()), encoding="utf-8")
     if json:
         print_json(report.to_dict())
     else:
         print_report(benchmark.render(report))
+    if json_file is not None:  # last: if the disk is full by now, the figures are on the screen
+        json_file.write_text(to_json(report.to_dict()), encoding="utf-8")
 
 
 def inspect(
@@ -325,6 +325,17 @@ def _request(prompt: str, chat: bool | None, system: str | None) -> Prompt:
         return prompt
     messages = [{"role": "system", "content": system}] if system is not None else []
     return [*messages, {"role": "user", "content": prompt}]
+
+
+def _check_writable(file: Path) -> None:
+    """Raise UsageError unless `file` can be written; what it holds, or that it is not there, stays as it is."""
+    existed = file.exists() or file.is_symlink()
+    try:
+        file.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise UsageError(f"--json-file {file}: {error.strerror}: name a file that can be written") from error
+    if not existed:
+        file.unlink()
 
 
 def _numbers(text: str) -> list[int]:

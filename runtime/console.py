@@ -15,6 +15,7 @@ from typing import Any, Self
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from draftc.runtime.reports import jsonable
 from draftc.runtime.request import Generation, StreamEvent, TokenKind
 from draftc.runtime.session import GenerationStream
 from draftc.runtime.stats import Stats
@@ -214,18 +215,17 @@ def stats_record(stats: Stats) -> dict[str, Any]:
         *("ttft", "tpot", "tokens_per_second"),
         *("prefill_s", "decode_s", "draft_s", "verify_s", "accept_s", "other_s", "engine_s"),
     )
-    return {name: _finite(getattr(stats, name)) for name in names}
+    return {name: jsonable(getattr(stats, name)) for name in names}
 
 
 def generation_record(result: Generation) -> dict[str, Any]:
     """`result` as JSON data: what `draftc run --json` prints."""
-    logprobs = None if result.logprobs is None else [_finite(value) for value in result.logprobs]
     return {
         "text": result.text,
         "token_ids": result.token_ids,
         "finish_reason": result.finish_reason,
         "seed": result.seed,
-        "logprobs": logprobs,
+        "logprobs": jsonable(result.logprobs),
         "stats": stats_record(result.stats),
     }
 
@@ -238,9 +238,3 @@ def to_json(record: object) -> str:
 def print_json(record: object) -> None:
     """`record` as JSON on stdout."""
     sys.stdout.write(to_json(record))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

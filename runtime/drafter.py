@@ -9,7 +9,7 @@ from draftc.runtime.accept import Proposal
 from draftc.runtime.decoder import Decoder
 from draftc.runtime.engine import Tokens
 from draftc.runtime.errors import UsageError
-from draftc.runtime.sampler import Sampler
+from draftc.runtime.sampler import NoTokenAllowedError, Sampler
 from draftc.runtime.warp import Distribution
 
 __all__ = ["Drafter", "ModelDrafter", "NgramDrafter"]
@@ -54,15 +54,19 @@ class ModelDrafter:
         pending = self.decoder.sync(text)
         for i in range(k):
             row = self.decoder.extend(pending, rows=1)[0]  # (V,)
-            if sampler.greedy:
-                tokens[i] = sampler.argmax(row)
-            else:
-                q.append(sampler.distribution(row))
-                tokens[i] = sampler.draw(q[i])
+            try:
+                if sampler.greedy:
+                    tokens[i] = sampler.argmax(row)
+                else:
+                    q.append(sampler.distribution(row))
+                    tokens[i] = sampler.draw(q[i])
+            except NoTokenAllowedError:  # the proposal has gone past where the request's mask ends the text
+                k = i
+                break
             sampler.push(int(tokens[i]))
             pending = tokens[i : i + 1]
         sampler.pop(k)
-        return Proposal(tokens, q or None)
+        return Proposal(tokens[:k], q or None)
 
     @property
     def decoders(self) -> Sequence[Decoder]:

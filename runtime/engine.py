@@ -31,5 +31,12 @@ class Engine(Protocol):
         buffer length L. Raises EngineError when the backend fails.
         """
 
+    def clear(self) -> None:
+        """Fill the KV buffers with zeros, in place: their addresses stay.
+
+        A masked entry is multiplied by zero, and zero times NaN is NaN: once NaN is in a buffer, every later call that
+        does not write over it returns NaN, wherever that call writes. Rewinds don't need this.
+        """
+
     def close(self) -> None:
         """Release the session and its buffers. Calling it twice is allowed."""

@@ -14,7 +14,7 @@ rewind in the loop as for the reuse of a prompt between requests.
 import numpy as np
 
 from draftc.runtime.engine import Tokens
-from draftc.runtime.errors import CapacityError
+from draftc.runtime.errors import CapacityError, ResourceError
 
 __all__ = ["KVCache", "TokenBuffer", "common_prefix"]
 
@@ -27,10 +27,16 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 
 class TokenBuffer:
-    """A growing sequence of token ids in one preallocated array: no copy of the text per step."""
+    """A growing sequence of token ids in one preallocated array: no copy of the text per step.
+
+    Raises ResourceError where there is no memory for `capacity` tokens.
+    """
 
     def __init__(self, tokens: Tokens, capacity: int) -> None:
-        self._data = np.empty(capacity, np.int64)
+        try:
+            self._data = np.empty(capacity, np.int64)
+        except (MemoryError, ValueError):  # numpy raises ValueError for more bytes than an address has bits for
+            raise ResourceError(f"no memory for {capacity:,} token ids: compile with a smaller --max-length") from None
         self._length = 0
         self.extend(tokens)
 

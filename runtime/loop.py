@@ -18,10 +18,10 @@ __all__ = ["Loop", "Step", "token_logprobs"]
 
 @dataclass(frozen=True)
 class Step:
-    """One verification: `tokens` were kept, the first `accepted` of them proposals; `proposed` had been offered.
+    """One verification: it emitted `tokens`, the first `accepted` of them proposals; `proposed` had been offered.
 
-    The token after the accepted ones, if it was kept, is the target's own: a correction, or the bonus when everything
-    was accepted. `logprobs` has log p(token) of the target's unwarped distribution, when asked for.
+    The token after the accepted ones is the target's own: a correction, or the bonus when everything was accepted; it
+    is missing where the text ended before. `logprobs` has log p(token) under the target's unwarped distribution.
     """
 
     tokens: list[int]
@@ -31,7 +31,7 @@ class Step:
 
 
 class Loop:
-    """Decodes one request. `keep(tokens)` applies the stop rules in order and returns the tokens that stand.
+    """Decodes one request. `emit(token)` takes the tokens one by one, and says whether the text goes on.
 
     With `drafter` None, or k = 0, a step is plain decoding: the same code with an empty proposal.
     """
@@ -42,7 +42,7 @@ class Loop:
         drafter: Drafter | None,
         text: TokenBuffer,
         sampler: Sampler,
-        keep: Callable[[list[int]], list[int]],
+        emit: Callable[[int], bool],
         stats: Stats,
         logprobs: bool = False,
     ) -> None:
@@ -50,12 +50,12 @@ class Loop:
         self.drafter = drafter
         self.text = text
         self.sampler = sampler
-        self.keep = keep
+        self.emit = emit
         self.stats = stats
         self.logprobs = logprobs
 
     def step(self, k: int) -> Step:
-        """Propose up to `k` tokens, verify them in one target call, keep between 1 and k+1."""
+        """Propose up to `k` tokens, verify them in one target call, emit between 1 and k+1."""
         with self.stats.phase("draft_s"):
             proposal = self.drafter.propose(self.text.view, k, self.sampler) if self.drafter and k else Proposal()
         proposed = proposal.tokens.size
@@ -63,14 +63,13 @@ class Loop:
             pending = self.target.sync(self.text.view, upcoming=proposed)
             logits = self.target.extend(np.concatenate((pending, proposal.tokens)), rows=proposed + 1)  # (k+1, V)
         with self.stats.phase("accept_s"):
-            outcome = accept(proposal, logits, self.sampler)
+            outcome = accept(proposal, logits, self.sampler, self.emit)
             logprobs = token_logprobs(logits, outcome.tokens) if self.logprobs else []
-        kept = self.keep(outcome.tokens)
-        self.text.extend(kept)
-        accepted = min(outcome.accepted, len(kept))
-        # A proposal that a stop rule cut short was not rejected there: only what was looked at counts.
-        self.stats.count(proposed if len(kept) == len(outcome.tokens) else len(kept), accepted)
-        return Step(kept, accepted, proposed, logprobs[: len(kept)])
+        self.text.extend(outcome.tokens)
+        # A proposal that the end of the text cut short was not rejected there: only what was looked at counts.
+        ended_early = len(outcome.tokens) == outcome.accepted
+        self.stats.count(outcome.accepted if ended_early else proposed, outcome.accepted)
+        return Step(outcome.tokens, outcome.accepted, proposed, logprobs)
 
 
 def token_logprobs(logits: Logits, tokens: list[int]) -> list[float]:

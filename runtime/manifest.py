@@ -22,6 +22,7 @@ from draftc.runtime.speccheck import check_spec
 from draftc.runtime.strictjson import show
 
 __all__ = [
+    "INT32_MAX",
     "MANIFEST_NAME",
     "PROFILE_NAME",
     "SCHEMA_VERSION",
@@ -44,7 +45,7 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "bundle.json"
-PROFILE_NAME = "profile.json"  # written by `draftc tune` after the bundle, so it is not in the files table
+PROFILE_NAME = "profile.json"  # a later version may add it to a finished bundle, so it is not in the files table
 
 INT32_MAX = 2**31 - 1  # bound of every length and dimension, so that a C++ reader may keep them in an int
 INT64_MAX = 2**63 - 1  # bound of byte and parameter counts
@@ -176,7 +177,8 @@ class ParityReport:
     """One comparison at compile time, over `tokens` positions: the capture against eager, or quantized against float.
 
     `max_abs_diff` is over logits, `kl` the mean KL divergence in nats, `greedy_agreement` the share of equal argmax.
-    `layers` is how many of the model's layers took part, `tolerance` the `max_abs_diff` (capture) that was allowed.
+    `layers` is how many of the model's layers took part, `tolerance` the `max_abs_diff` that was allowed: 0 for
+    "quantize", which is judged by its `kl`.
     """
 
     graph: Literal["target", "draft"]

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from draftc.runtime.engine import Logits, Tokens
 from draftc.runtime.errors import BackendUnavailableError, BundleError, EngineError, ResourceError, UsageError
 from draftc.runtime.graphio import INPUT_IDS, LOGIT_POSITIONS, LOGITS, WRITE_INDEX, GraphSpec, TensorSpec
+from draftc.runtime.memory import format_bytes, require_memory
 
 __all__ = ["OrtEngine", "check_device", "load_onnxruntime"]
 
@@ -75,20 +77,21 @@ class OrtEngine:
         self._device = device
         self._session = self._open_session(path, threads)
         self._check_io()
+        require_memory(spec.kv_bytes())
         ort = load_onnxruntime()
         try:
             self._kv = {  # (1, Hkv, L, D) each; zeros, because masked entries still enter the arithmetic
-                past.name: ort.OrtValue.ortvalue_from_numpy(np.zeros(_shape(past), NUMPY_DTYPES[past.dtype]), device)
-                for past, _ in spec.cache_pairs
+                past.name: ort.OrtValue.ortvalue_from_numpy(_zeros(past), device) for past, _ in spec.cache_pairs
             }
             self._logits = np.empty((max_rows, spec.vocab_rows), np.float32)  # (R, V)
-        except MemoryError:
+            self._tokens = np.zeros((1, max_call), np.int64)
+            self._positions = np.zeros((1, max_rows), np.int64)
+        except (MemoryError, ValueError):  # numpy raises ValueError for more bytes than an address has bits for
             raise ResourceError(
-                f"no memory for KV buffers of {spec.kv_bytes() / 2**20:,.0f} MiB: compile with a smaller --max-length"
+                f"no memory for KV buffers of {format_bytes(spec.kv_bytes())} and {max_rows} rows of logits: "
+                "compile with a smaller --max-length and --max-width"
             ) from None
-        self._tokens = np.zeros((1, max_call), np.int64)
         self._write_index = np.zeros(1, np.int64)
-        self._positions = np.zeros((1, max_rows), np.int64)
         self._bindings: dict[tuple[int, int], Any] = {}
 
     @property
@@ -115,6 +118,11 @@ class OrtEngine:
         except Exception as error:  # onnxruntime raises its own classes, which share no base but Exception
             raise EngineError(f"ONNX Runtime failed on {width} tokens at {start}: {_first_line(error)}") from error
         return self._logits[:rows]
+
+    def clear(self) -> None:
+        """See Engine.clear."""
+        for past, _ in self._spec.cache_pairs:
+            self._kv[past.name].update_inplace(_zeros(past))
 
     def close(self) -> None:
         """Release the session and its buffers."""
@@ -181,8 +189,9 @@ class OrtEngine:
 KEPT_BINDINGS_WIDTH = 64  # wider calls are prefill chunks, whose widths rarely come again
 
 
-def _shape(cache: TensorSpec) -> tuple[int, ...]:
-    return tuple(1 if isinstance(dim, str) else dim for dim in cache.shape)  # B = 1
+def _zeros(cache: TensorSpec) -> NDArray[Any]:
+    shape = tuple(1 if isinstance(dim, str) else dim for dim in cache.shape)  # B = 1
+    return np.zeros(shape, NUMPY_DTYPES[cache.dtype])
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What the reports of `verify` and `bench` share."""
+"""What reports and records share: progress, and values that JSON can carry."""
 
 import dataclasses
 import math
@@ -12,12 +12,12 @@ Progress = Callable[[str, float], None]
 
 
 def jsonable(value: Any) -> Any:
-    """Dataclasses and mappings as dictionaries, tuples as lists; numbers that JSON lacks (NaN, infinity) as None."""
+    """Dataclasses and mappings as dictionaries, sequences as lists; numbers that JSON lacks (NaN, infinity) as None."""
     if dataclasses.is_dataclass(value):
         return {item.name: jsonable(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return [jsonable(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None

@@ -4,13 +4,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 import numpy as np
 
 from draftc.runtime.decoder import Decoder
 from draftc.runtime.drafter import Drafter
-from draftc.runtime.errors import CapacityError, UsageError
+from draftc.runtime.errors import CapacityError, EngineError, UsageError
 from draftc.runtime.kvcache import TokenBuffer, common_prefix
 from draftc.runtime.loop import Loop, Step
 from draftc.runtime.sampler import Sampler
@@ -19,7 +19,7 @@ from draftc.runtime.stops import FinishReason, OutputStream
 from draftc.runtime.text import Tokenizer
 from draftc.runtime.warp import LogitsMask, Sampling
 
-__all__ = ["Generation", "Options", "Request", "StreamEvent", "TokenKind"]
+__all__ = ["Generation", "Options", "Request", "StreamEvent", "TokenKind", "check_options"]
 
 TokenKind = Literal["accepted", "corrected", "bonus", "plain"]
 
@@ -27,7 +27,8 @@ TokenKind = Literal["accepted", "corrected", "bonus", "plain"]
 class Options(TypedDict, total=False):
     """Keyword arguments of `generate` and `stream`, named as in transformers.
 
-    What is left out comes from the bundle's generation_config.json where that has it, else from the default named here.
+    What is left out, or None, comes from the bundle's generation_config.json as transformers' `generate` reads it:
+    where that says nothing, decoding is greedy, and sampling (a temperature above 0) has top_k 50.
 
     max_new_tokens: at least 1; default: what fits.
     temperature (0 = greedy), top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias:
@@ -36,7 +37,8 @@ class Options(TypedDict, total=False):
     stop: one string or several; the text ends before the first that appears. stop_token_ids: further ids that end it.
     ignore_eos: do not stop at the model's own end tokens. echo: the text begins with the prompt.
     logprobs: report log p of every token under the target's unwarped distribution.
-    logits_mask: called with the tokens generated so far, returns (V,) bool of allowed ids or None.
+    logits_mask: called with the tokens generated so far, proposed ones included, returns (V,) bool of allowed ids or
+        None for all. It must depend on nothing else: it is asked about texts that are then not chosen.
     num_speculative_tokens: K, 1 up to max_width - 1; default: the bundle's. method: "draft_model", "ngram" or "plain".
     """
 
@@ -104,6 +106,7 @@ class Request:
         prompt: list[int],
         options: Options,
     ) -> None:
+        options = check_options(options)
         self._target = target
         self._drafter = drafter
         self._k = k
@@ -121,10 +124,13 @@ class Request:
             target.limits.max_length, len(prompt), options.get("max_new_tokens"), defaults.max_new_tokens
         )
         stop = options.get("stop", ())
+        ends = options.get("stop_token_ids", ())
+        if not all(isinstance(token, int | np.integer) for token in ends):
+            raise UsageError(f"stop_token_ids must be token ids, got {ends!r}")
         self._output = OutputStream(
             tokenizer,
             eos_token_ids=() if options.get("ignore_eos") else defaults.eos_token_ids,
-            stop_token_ids=tuple(options.get("stop_token_ids", ())),
+            stop_token_ids=tuple(ends),
             stop_strings=(stop,) if isinstance(stop, str) else tuple(stop),
             max_new_tokens=self._max_new,
         )
@@ -143,14 +149,26 @@ class Request:
         return Generation(text, output.token_ids, self._finish_reason, self._logprobs, self._sampler.seed, self._stats)
 
     def run(self, cancel: threading.Event) -> Iterator[StreamEvent]:
-        """Prefill and first token, then speculate until a stop rule speaks."""
+        """Prefill and first token, then speculate until a stop rule speaks or `cancel` is set."""
+        try:
+            yield from self._decode(cancel)
+        except EngineError:
+            for decoder in (self._target, *(self._drafter.decoders if self._drafter else ())):
+                decoder.mark_broken()  # its buffers may hold NaN, which no mask hides from the next request
+            raise
+
+    def _decode(self, cancel: threading.Event) -> Iterator[StreamEvent]:
         stats, target = self._stats, self._target
         text = TokenBuffer(self._prompt, self._prompt.size + self._max_new)
         stats.cached_tokens = min(common_prefix(target.cache.tokens, self._prompt), self._prompt.size - 1)
-        loop = Loop(target, self._drafter, text, self._sampler, self._keep, stats, self._logprobs is not None)
+        loop = Loop(target, self._drafter, text, self._sampler, self._emit, stats, self._logprobs is not None)
         if self._echo:
             yield StreamEvent([(self._echo, "plain")], Step([], 0, 0, []))
         meter = _Meter(target, self._drafter)  # only now: what the consumer does with the echo is not prefill
+        self._prefill(cancel)
+        if cancel.is_set():
+            yield self._cancelled()
+            return
         # The first token comes from the prefill alone, so that no drafting delays it.
         event = self._event(loop.step(0))
         stats.prefill_s, _ = meter.lap(stats)
@@ -170,15 +188,19 @@ class Request:
             stats.step_tokens += len(event.step.tokens)
             yield event
 
-    def _keep(self, tokens: list[int]) -> list[int]:
+    def _prefill(self, cancel: threading.Event) -> None:
+        """All chunks of the prompt but the last, which the first step runs; a cancelled request stops between two."""
+        chunk = self._target.limits.prefill_chunk
+        for end in range(self._stats.cached_tokens + 2 * chunk, self._prompt.size, chunk):
+            if cancel.is_set():
+                return
+            self._target.sync(self._prompt[:end])
+
+    def _emit(self, token: int) -> bool:
         """Stop rules, token by token: what follows a stop never becomes part of anything."""
-        self._pieces = []
-        for i, token in enumerate(tokens):
-            self._finish_reason = self._output.push(token)
-            self._pieces.append(self._output.take_text())
-            if self._finish_reason is not None:
-                return tokens[: i + 1]
-        return tokens
+        self._finish_reason = self._output.push(token)
+        self._pieces.append(self._output.take_text())
+        return self._finish_reason is None
 
     def _event(self, step: Step) -> StreamEvent:
         self._stats.new_tokens = len(self._output.token_ids)
@@ -186,7 +208,8 @@ class Request:
             self._logprobs.extend(step.logprobs)
         own: TokenKind = "plain" if step.proposed == 0 else "bonus" if step.accepted == step.proposed else "corrected"
         kinds: list[TokenKind] = ["accepted" if i < step.accepted else own for i in range(len(step.tokens))]
-        return StreamEvent([*zip(self._pieces, kinds, strict=True)], step)
+        pieces, self._pieces = self._pieces, []
+        return StreamEvent([*zip(pieces, kinds, strict=True)], step)
 
     def _cancelled(self) -> StreamEvent:
         self._finish_reason = self._output.finish("cancelled")
@@ -235,6 +258,13 @@ def _sampling(tokenizer: Tokenizer, options: Options) -> Sampling:
     )
 
 
+def check_options(options: Options) -> Options:
+    """`options` without those that are None, which mean the default. Raises UsageError for a name that is none."""
+    if unknown := options.keys() - Options.__annotations__.keys():
+        raise UsageError(f"there is no option {min(unknown)!r}; there are {', '.join(Options.__annotations__)}")
+    return cast(Options, {name: value for name, value in options.items() if value is not None})
+
+
 def _room(max_length: int, prompt: int, asked: int | None, default: int | None) -> int:
     """How many tokens may be generated. Raises UsageError or CapacityError."""
     if prompt == 0:
@@ -246,8 +276,8 @@ def _room(max_length: int, prompt: int, asked: int | None, default: int | None) 
         )
     if asked is None:
         return min(default or room, room)
-    if asked < 1:
-        raise UsageError(f"max_new_tokens must be 1 or more, got {asked}")
+    if not isinstance(asked, int | np.integer) or asked < 1:
+        raise UsageError(f"max_new_tokens must be a whole number of 1 or more, got {asked!r}")
     if asked > room:
         raise CapacityError(
             f"prompt of {prompt} and max_new_tokens of {asked} exceed the bundle's max_length of {max_length}: "

@@ -10,7 +10,11 @@ from draftc.runtime.engine import Logits
 from draftc.runtime.errors import EngineError, UsageError
 from draftc.runtime.warp import Distribution, LogitsMask, Sampling, penalise, warp
 
-__all__ = ["Sampler"]
+__all__ = ["NoTokenAllowedError", "Sampler"]
+
+
+class NoTokenAllowedError(UsageError):
+    """The request's mask, bias and penalties leave no token that may come next."""
 
 
 class Sampler:
@@ -31,13 +35,13 @@ class Sampler:
         seed: int | None = None,
         logits_mask: LogitsMask | None = None,
     ) -> None:
-        if seed is not None and seed < 0:
-            raise UsageError(f"seed must be 0 or more, got {seed}")
+        if seed is not None and not (isinstance(seed, int | np.integer) and seed >= 0):
+            raise UsageError(f"seed must be a whole number of 0 or more, got {seed!r}")
         for token in sampling.logit_bias:
             if not 0 <= token < vocab_size:
                 raise UsageError(f"logit_bias names token {token}, outside the vocabulary of {vocab_size}")
         self.sampling = sampling
-        self.seed = secrets.randbits(63) if seed is None else seed
+        self.seed = secrets.randbits(63) if seed is None else int(seed)
         self._rng = np.random.Generator(np.random.PCG64(self.seed))
         self._mask = logits_mask
         self._generated: list[int] = []
@@ -79,10 +83,11 @@ class Sampler:
 
     def draw(self, p: Distribution) -> int:
         """One token from `p` (V,), by inversion of its cumulative sum."""
-        cumulative = np.cumsum(p)
-        # side="right" skips tokens of probability zero. Scaling by the last entry absorbs the sum's rounding: a uniform
-        # of at most 1 - 2**-53 times it stays below it, so that an index past the end cannot come out.
-        return int(np.searchsorted(cumulative, self.uniform() * cumulative[-1], side="right"))
+        support = np.flatnonzero(p)  # after top-k and top-p a few of V
+        cumulative = np.cumsum(p[support])
+        # Scaling by the last entry absorbs the sum's rounding: a uniform of at most 1 - 2**-53 times it stays below it,
+        # so that an index past the end cannot come out.
+        return int(support[np.searchsorted(cumulative, self.uniform() * cumulative[-1], side="right")])
 
     def uniform(self) -> float:
         """One draw from [0, 1)."""
@@ -93,12 +98,12 @@ class Sampler:
         if self.sampling.edits_logits:
             scores = penalise(logits, self.sampling, self._seen_counts, self._generated_counts)
         if self._mask is not None:
-            allowed = self._mask(self._generated)
+            allowed = self._mask(tuple(self._generated))
             if allowed is not None:
                 if allowed.shape != logits.shape:
                     raise UsageError(f"the logits mask has shape {allowed.shape}, expected {logits.shape}")
                 if not allowed.any():
-                    raise UsageError("the logits mask allows no token")
+                    raise NoTokenAllowedError("the logits mask allows no token: it must allow one until the text ends")
                 scores = np.where(allowed, scores, np.float32(-np.inf))
         return scores
 
@@ -107,7 +112,7 @@ class Sampler:
         if np.isfinite(best):
             return
         if np.isfinite(logits.max()):
-            raise UsageError("penalties, logit_bias and mask leave no token that may come next: allow at least one")
+            raise NoTokenAllowedError("penalties, logit_bias and mask leave no token that may come next: allow one")
         raise EngineError(
             f"the graph returned {logits.max()} among its logits: the weights or the precision are broken; "
             "run `draftc verify`"

@@ -19,8 +19,8 @@ from draftc.runtime.check_bounds import BoundsDetails, check_bounds
 from draftc.runtime.check_cache import CacheDetails, check_cache
 from draftc.runtime.check_greedy import GreedyDetails, check_greedy
 from draftc.runtime.check_numerics import CALIBRATION_TOKENS, WidthVariance, graphs, measure_variance
-from draftc.runtime.check_sampling import SamplingDetails, check_sampling
-from draftc.runtime.errors import CapacityError, EngineError, UsageError
+from draftc.runtime.check_sampling import SamplingDetails, check_sampling, too_small_for_sampling
+from draftc.runtime.errors import DraftcError, EngineError, UsageError
 from draftc.runtime.prompts import PromptCase
 from draftc.runtime.reports import Progress, jsonable
 from draftc.runtime.session import VERSION, Session
@@ -35,7 +35,11 @@ Details = GreedyDetails | SamplingDetails | CacheDetails | BoundsDetails
 
 @dataclass(frozen=True)
 class Part:
-    """One part: "greedy", "sampling", "cache" or "bounds". Without `details` it broke off, and the verdict says why."""
+    """One part: "greedy", "sampling", "cache" or "bounds". Without `details` it broke off, and the verdict says why.
+
+    `skipped`: the bundle is too small for what the part does. Then nothing was shown (`passed` is false), and nothing
+    was found either: the report's `passed` leaves it out, and a warning says so.
+    """
 
     name: str
     passed: bool
@@ -43,6 +47,7 @@ class Part:
     seconds: float
     warnings: tuple[str, ...]
     details: Details | None
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,8 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every part passed."""
-        return all(part.passed for part in self.parts)
+        """Whether every part passed that could be run."""
+        return all(part.passed or part.skipped for part in self.parts)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -89,8 +94,8 @@ def verify(
     """Check the bundle behind `session`, which must be idle and is left with an empty cache.
 
     `budget_s` seconds go to the draws of the sampling part, but for a minimum; the other parts take what they take.
-    `draws` per case replaces the budget by a number. An engine that fails makes a failed part. Raises UsageError for
-    arguments out of range and prompts that can't be encoded.
+    `draws` per case replaces the budget by a number. Whatever fails in a part makes that a failed part, and the next
+    one begins. Raises UsageError for arguments out of range and prompts that can't be encoded or have one token each.
     """
     if not (budget_s > 0 and math.isfinite(budget_s)):
         raise UsageError(f"budget_s must be a finite number of seconds above 0, got {budget_s}")
@@ -116,7 +121,10 @@ def verify(
                 k = session.manifest.num_speculative_tokens
                 variances.extend([measure_variance(member, corpus, k) for member in members])
             details = work(lambda done: report(name, done))
-        except (EngineError, CapacityError) as error:
+        except DraftcError as error:
+            if isinstance(error, EngineError):
+                for decoder in session.decoders:
+                    decoder.mark_broken()
             parts.append(Part(name, False, f"broke off: {error}", time.perf_counter() - started, (), None))
             return
         parts.append(
@@ -124,12 +132,17 @@ def verify(
         )
 
     run("greedy", lambda progress: check_greedy(session, ids, variances[0], progress))
-    run(
-        "sampling",
-        lambda progress: check_sampling(
-            session, ids, variances[0].limit, budget_s=budget_s, seed=seed, draws=draws, on_progress=progress
-        ),
-    )
+    if reason := too_small_for_sampling(session):
+        warning = f"sampling was not tested: {reason}"
+        parts.append(Part("sampling", False, f"skipped: {reason}", 0.0, (warning,), None, skipped=True))
+        report("sampling", 1.0)
+    else:
+        run(
+            "sampling",
+            lambda progress: check_sampling(
+                session, ids, variances[0].limit, budget_s=budget_s, seed=seed, draws=draws, on_progress=progress
+            ),
+        )
     run("cache", lambda progress: check_cache(session, members, variances, corpus, seed, progress))
     run("bounds", lambda progress: check_bounds(session, members, variances, corpus, budget_s, progress))
     session.reset()
@@ -156,6 +169,8 @@ def _encode_all(session: Session, prompts: Sequence[PromptCase]) -> Mapping[str,
             raise UsageError(f"prompt {case.id!r}: {error}") from error
         if not ids[case.id]:
             raise UsageError(f"prompt {case.id!r} has no tokens: give one with text in it")
+    if max(map(len, ids.values())) < 2:
+        raise UsageError("every prompt has a single token: give at least one of two tokens or more")
     return ids
 
 
@@ -169,8 +184,8 @@ TITLES: Mapping[str, str] = {
 
 def render(report: VerifyReport) -> RenderableType:
     """The report for a person: one line per part, details below, warnings last."""
-    head = f"{report.bundle} ({report.precision}), {report.seconds:.0f} s"
-    lines: list[RenderableType] = [Text(head, style="bold")]
+    title = f"{report.bundle} ({report.precision}), {report.seconds:.0f} s"
+    lines: list[RenderableType] = [Text(title, style="bold")]
     for variance in report.variance:
         lines.append(
             Text(
@@ -180,15 +195,14 @@ def render(report: VerifyReport) -> RenderableType:
             )
         )
     for part in report.parts:
-        mark = Text("PASS ", style="bold green") if part.passed else Text("FAIL ", style="bold red")
-        lines.append(
-            mark + Text(f"{TITLES[part.name]}: ", style="bold") + Text(f"{part.verdict}  [{part.seconds:.0f} s]")
-        )
+        mark, colour = ("PASS ", "green") if part.passed else ("SKIP ", "yellow") if part.skipped else ("FAIL ", "red")
+        head = Text(mark, style=f"bold {colour}") + Text(f"{TITLES[part.name]}: ", style="bold")
+        lines.append(head + Text(f"{part.verdict}  [{part.seconds:.0f} s]"))
         lines += _details(part.details)
     lines += [Text(f"warning: {warning}", style="yellow") for warning in report.warnings]
-    lines.append(
-        Text("PASSED: no loss was found", style="bold green") if report.passed else Text("FAILED", style="bold red")
-    )
+    where = " by the parts that ran" if any(part.skipped for part in report.parts) else ""
+    passed = Text(f"PASSED: no loss was found{where}", style="bold green")
+    lines.append(passed if report.passed else Text("FAILED", style="bold red"))
     return Group(*lines)
 
 

@@ -1,9 +1,12 @@
 """The embedding API: open a bundle, generate from it, stream, cancel."""
 
 import asyncio
+import contextlib
 import importlib.metadata
+import inspect
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
@@ -11,13 +14,14 @@ from typing import Any, Self, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from draftc.runtime.backends import check_device, open_engine
 from draftc.runtime.bundle import open_bundle
 from draftc.runtime.decoder import Decoder, Limits
 from draftc.runtime.drafter import Drafter, ModelDrafter, NgramDrafter
 from draftc.runtime.errors import SessionBusyError, UsageError
 from draftc.runtime.manifest import Manifest, Model
-from draftc.runtime.ort import OrtEngine, check_device
-from draftc.runtime.request import Generation, Options, Request, StreamEvent
+from draftc.runtime.memory import require_memory
+from draftc.runtime.request import Generation, Options, Request, StreamEvent, check_options
 from draftc.runtime.text import Tokenizer
 
 __all__ = ["VERSION", "GenerationStream", "Message", "Prompt", "Session", "open_session"]
@@ -37,7 +41,7 @@ class GenerationStream(Iterator[str]):
     """
 
     def __init__(
-        self, events: Iterator[StreamEvent], cancel: threading.Event, result: Callable[[], Generation]
+        self, events: Generator[StreamEvent, None, None], cancel: threading.Event, result: Callable[[], Generation]
     ) -> None:
         self._events = events
         self._cancel = cancel
@@ -59,13 +63,20 @@ class GenerationStream(Iterator[str]):
         """The verifications, one by one."""
         return self._events
 
+    @property
+    def running(self) -> bool:
+        """Whether some thread is in a verification right now."""
+        return inspect.getgeneratorstate(self._events) == inspect.GEN_RUNNING
+
     def cancel(self) -> None:
         """Stop after the verification in progress, with finish_reason "cancelled". May be called from any thread."""
         self._cancel.set()
 
     def close(self) -> None:
-        """End the request now and free the session."""
-        self._events.close()  # type: ignore[attr-defined]  # a generator
+        """End the request now and free the session; where another thread is in it, after its verification."""
+        self._cancel.set()
+        with contextlib.suppress(ValueError):  # "generator already executing", in another thread: it sees the flag
+            self._events.close()
 
     def drain(self) -> Generation:
         """Run to the end and return the result."""
@@ -95,6 +106,7 @@ class Session:
         self.drafters = drafters
         self._lock = threading.Lock()
         self._closed = False
+        self._streams: weakref.WeakSet[GenerationStream] = weakref.WeakSet()
 
     def __enter__(self) -> Self:
         return self
@@ -113,7 +125,13 @@ class Session:
         return self.manifest.max_width - 1
 
     def close(self) -> None:
-        """Release engines and buffers. Calling it twice is allowed. Raises SessionBusyError during a request."""
+        """End the streams that are open and release engines and buffers. Calling it twice is allowed.
+
+        Raises SessionBusyError while another thread is in a request.
+        """
+        for stream in list(self._streams):
+            if not stream.running:
+                stream.close()
         if not self._closed:
             with self._exclusive():
                 self._closed = True
@@ -133,6 +151,8 @@ class Session:
         if isinstance(prompt, bytes | bytearray):
             raise UsageError("the prompt is bytes: decode it to text, or give a list of token ids")
         items: list[Any] = list(prompt)
+        if items and isinstance(items[0], str | list | tuple | np.ndarray):
+            raise UsageError("one prompt per call: batches are not served; call generate once for each")
         if items and isinstance(items[0], Mapping):
             return self.tokenizer.apply_chat_template(items)
         for i, token in enumerate(items):
@@ -155,11 +175,14 @@ class Session:
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> GenerationStream:
         """Start a request; see Options. Arguments are checked here, work begins with the first `next`."""
+        options = check_options(options)
         drafter = self._choose_drafter(options.get("method"))
         k = self._choose_k(options.get("num_speculative_tokens"))
         request = Request(self.target, drafter, k, self.tokenizer, self.encode(prompt), options)
         cancel = threading.Event()
-        return GenerationStream(self._run(request, cancel), cancel, lambda: request.result)
+        stream = GenerationStream(self._run(request, cancel), cancel, lambda: request.result)
+        self._streams.add(stream)
+        return stream
 
     async def astream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncIterator[str]:
         """`stream` with each verification in a worker thread."""
@@ -167,7 +190,7 @@ class Session:
             while (piece := await _in_thread(lambda: next(stream, None), stream)) is not None:
                 yield piece
 
-    def _run(self, request: Request, cancel: threading.Event) -> Iterator[StreamEvent]:
+    def _run(self, request: Request, cancel: threading.Event) -> Generator[StreamEvent, None, None]:
         with self._exclusive():
             yield from request.run(cancel)
 
@@ -189,10 +212,10 @@ class Session:
     def _choose_k(self, k: int | None) -> int:
         if k is None:
             return self.manifest.num_speculative_tokens
-        if not 1 <= k <= self.max_speculative_tokens:
+        if not isinstance(k, int | np.integer) or not 1 <= k <= self.max_speculative_tokens:
             raise UsageError(
                 f"num_speculative_tokens must be 1 to {self.max_speculative_tokens} for this bundle (compiled for "
-                f"calls of {self.manifest.max_width}), got {k}; method='plain' decodes without speculation"
+                f"calls of {self.manifest.max_width}), got {k!r}; method='plain' decodes without speculation"
             )
         return k
 
@@ -220,26 +243,36 @@ def open_session(
     compares every file with its sha256 (about a second per 1.5 GB); sizes and paths are always checked. Raises
     BundleError, BackendUnavailableError, UsageError, ResourceError.
     """
-    check_device(device)
     bundle = open_bundle(path, hashes=check_hashes)
     manifest = bundle.manifest
+    backend = manifest.backend.name
+    check_device(backend, device)
     tokenizer = Tokenizer.from_folder(bundle.path(manifest.tokenizer.path))
     limits = Limits(manifest.max_length, manifest.max_width, manifest.prefill_chunk, manifest.vocab_size)
+    require_memory(sum(model.spec.kv_bytes() for _, model in manifest.models))
+    with contextlib.ExitStack() as opened:
 
-    def decoder(model: Model) -> Decoder:
-        graph = bundle.path(model.graph)
-        widest = max(limits.prefill_chunk, limits.max_width)
-        engine = OrtEngine(
-            graph, model.spec, max_call=widest, max_rows=limits.max_width, device=device, threads=threads
-        )
-        return Decoder(engine, limits)
+        def decoder(model: Model) -> Decoder:
+            engine = open_engine(
+                backend,
+                bundle.path(model.graph),
+                model.spec,
+                max_call=max(limits.prefill_chunk, limits.max_width),
+                max_rows=limits.max_width,
+                device=device,
+                threads=threads,
+            )
+            opened.callback(engine.close)
+            return Decoder(engine, limits)
 
-    draft = manifest.draft
-    drafters: dict[str, Drafter] = {}
-    if draft.model is not None:
-        drafters["draft_model"] = ModelDrafter(decoder(draft.model))
-    drafters["ngram"] = NgramDrafter(draft.min_ngram, draft.max_ngram)  # costs nothing, so every bundle has it
-    return Session(manifest, tokenizer, decoder(manifest.target), drafters)
+        draft = manifest.draft
+        drafters: dict[str, Drafter] = {}
+        if draft.model is not None:
+            drafters["draft_model"] = ModelDrafter(decoder(draft.model))
+        drafters["ngram"] = NgramDrafter(draft.min_ngram, draft.max_ngram)  # costs nothing, so every bundle has it
+        session = Session(manifest, tokenizer, decoder(manifest.target), drafters)
+        opened.pop_all()  # from here on the session closes them
+    return session
 
 
 async def _in_thread(work: Callable[[], T], stream: GenerationStream) -> T:

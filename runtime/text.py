@@ -7,6 +7,7 @@ which special tokens (BOS, …) a plain prompt gets: `add_bos_token` in tokenize
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import tokenizers
 from draftc.runtime.chat_template import ChatTemplate
 from draftc.runtime.detokenizer import Detokenizer, DetokenizerFactory
 from draftc.runtime.errors import BundleError, UsageError
+from draftc.runtime.manifest import INT32_MAX
+from draftc.runtime.strictjson import show
 
 __all__ = ["Detokenizer", "GenerationDefaults", "Tokenizer"]
 
@@ -237,26 +240,27 @@ class _Fields:
     def number(self, name: str, default: float, *, low: float, high: float = math.inf, above: bool = False) -> float:
         value = self._values.get(name, default)
         fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-        if not fits or math.isinf(value) or (above and value == low):
+        # float_info.max: JSON's 1e999 is infinity, and a whole number may exceed every float.
+        if not fits or value > sys.float_info.max or (above and value == low):
             self._fail(name, value, f"a number {'above' if above else 'of at least'} {low:g} and up to {high:g}")
         return float(value)
 
     def whole(self, name: str, *, low: int) -> int:
         value = self._values[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            self._fail(name, value, f"a whole number of {low} or more")
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= INT32_MAX:
+            self._fail(name, value, f"a whole number from {low} to {INT32_MAX}")
         return int(value)
 
     def ids(self, name: str) -> tuple[int, ...]:
         """One id or a list of them; a negative id means "none", as older configs write it."""
         value = self._values.get(name, [])
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            self._fail(name, value, "a token id or a list of them")
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i <= INT32_MAX for i in ids):
+            self._fail(name, value, f"a token id up to {INT32_MAX} or a list of them")
         return tuple(dict.fromkeys(i for i in ids if i >= 0))
 
     def _fail(self, name: str, value: object, allowed: str) -> None:
-        raise BundleError(f"{self._path}: {name} must be {allowed}, got {value!r}")
+        raise BundleError(f"{self._path}: {name} must be {allowed}, got {show(value)}")
 
 
 def _ids(token_id: int | None) -> tuple[int, ...]:

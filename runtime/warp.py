@@ -55,18 +55,19 @@ class Sampling:
             if not holds:
                 raise UsageError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
 
+        numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in numbers:
+            require(name, _is_number(getattr(self, name)), "a number")
         require("temperature", 0 <= self.temperature < math.inf, "a finite number of 0 (greedy) or more")
-        require("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "a whole number of 0 (off) or more")
+        require("top_k", _is_integer(self.top_k) and self.top_k >= 0, "a whole number of 0 (off) or more")
         require("top_p", 0 < self.top_p <= 1, "in (0, 1]")
         require("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
         require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number above 0")
         require("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
         require("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number")
-        require(
-            "logit_bias",
-            all(not math.isnan(value) and value < math.inf for value in self.logit_bias.values()),
-            "finite numbers or -inf",
-        )
+        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else [(None, None)]
+        fits = all(_is_integer(token) and _is_number(bias) and bias < math.inf for token, bias in pairs)
+        require("logit_bias", fits, "a map of token ids (whole numbers) to finite numbers or -inf")
 
     @property
     def greedy(self) -> bool:
@@ -82,6 +83,14 @@ class Sampling:
             or self.frequency_penalty != 0
             or bool(self.logit_bias)
         )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def penalise(logits: Logits, sampling: Sampling, seen: Mapping[int, int], generated: Mapping[int, int]) -> Logits:
@@ -113,29 +122,21 @@ def softmax(scores: Logits) -> Distribution:
     return p
 
 
-def top_k(scores: Logits, k: int) -> Logits:
-    """`scores` with everything below the k-th largest at -inf; ties with the k-th stay."""
-    if k == 0 or k >= scores.size:
-        return scores
+def top_k(scores: Logits, k: int) -> NDArray[np.int64]:
+    """Ids of the tokens whose score is at least the k-th largest of `scores` (V,), ties with the k-th included."""
     kth = np.partition(scores, scores.size - k)[scores.size - k]
-    kept: Logits = np.where(scores >= kth, scores, np.float32(-np.inf))
-    return kept
+    return np.flatnonzero(scores >= kth)
 
 
 def nucleus_threshold(p: Distribution, mass: float) -> float:
     """The largest t with Σ p[p >= t] >= mass: the nucleus of top-p (Holtzman et al. 2020) is {p >= t}, ties included.
 
-    The head of the distribution is found by partition, 64 times more of it each time it holds too little; no full sort.
+    Tokens of less than (1 - mass) / V each sum to less than 1 - mass, so the others hold the nucleus: only they are
+    sorted, and they are few.
     """
-    size = min(64, p.size)
-    while True:
-        head = np.sort(np.partition(p, p.size - size)[p.size - size :])[::-1]
-        reached = np.searchsorted(np.cumsum(head), mass)
-        if reached < size:
-            return float(head[reached])
-        if size == p.size:  # rounding left the sum of all just under `mass`
-            return 0.0
-        size = min(size * 64, p.size)
+    head = np.sort(p[p >= (1 - mass) / p.size])[::-1]
+    reached = np.searchsorted(np.cumsum(head), mass)
+    return float(head[reached]) if reached < head.size else 0.0  # rounding left the sum of all just under `mass`
 
 
 def min_p(p: Distribution, ratio: float) -> Distribution:
@@ -149,11 +150,18 @@ def warp(scores: Logits, sampling: Sampling) -> Distribution:
     temperature = np.float32(min(max(sampling.temperature, 1e-30), 1e30))
     with np.errstate(over="ignore"):  # far below the largest: -inf, and a probability of zero, is right
         shifted = (scores - scores.max()) / temperature
-    p = softmax(top_k(shifted, sampling.top_k))
+    if 0 < sampling.top_k < shifted.size:
+        ids = top_k(shifted, sampling.top_k)
+        p = np.zeros(shifted.size)
+        p[ids] = _cut(softmax(shifted[ids]), sampling)
+        return p
+    return _cut(softmax(shifted), sampling)
+
+
+def _cut(p: Distribution, sampling: Sampling) -> Distribution:
+    """Top-p, then min-p, then renormalisation."""
     if sampling.top_p < 1:
-        p[p < nucleus_threshold(p, sampling.top_p)] = 0.0
+        p = np.where(p >= nucleus_threshold(p, sampling.top_p), p, 0.0)
     if sampling.min_p > 0:
         p = min_p(p, sampling.min_p)
-    if sampling.top_p < 1 or sampling.min_p > 0:
-        p /= p.sum()
-    return p
+    return p / p.sum() if sampling.top_p < 1 or sampling.min_p > 0 else p

@@ -119,8 +119,24 @@ def test_a_hub_source_gives_the_snapshot_folder(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("draftc.export.hub.download_files", files)
     monkeypatch.setattr("draftc.export.hub.download_weights", weights)
-    assert fetch(replace(MODEL, sources=(HubSource("org/tiny"),)), tmp_path) == snapshot
+    assert fetch(replace(MODEL, sources=(HubSource("org/tiny"),))) == snapshot
     assert asked == [("org/tiny", "0123abc")]
+
+
+def test_a_hub_source_is_put_where_dest_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, Path, set[str]]] = []
+
+    def snapshot(repo: str, *, revision: str, allow_patterns: list[str], ignore_patterns: list[str], local_dir: Path):  # type: ignore[no-untyped-def]
+        asked.append((repo, revision, local_dir, set(allow_patterns)))
+
+    monkeypatch.setattr("draftc.export.hub.download_files", lambda *_, **__: tmp_path / "cache" / "0123abc")
+    monkeypatch.setattr("draftc.export.hub.snapshot_download", snapshot)
+    dest = tmp_path / "models"
+    assert fetch(replace(MODEL, sources=(HubSource("org/tiny"),)), dest) == dest / "tiny"
+    ((repo, revision, folder, patterns),) = asked
+    assert (repo, revision, folder) == ("org/tiny", "0123abc", dest / "tiny")  # the commit that was resolved
+    assert {"*.json", "model*.safetensors"} <= patterns
+    assert "*.py" not in patterns
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from draftc.export.checkpoint import load, peek, resolve, write_tokenizer
+from draftc.export.checkpoint import check_tokenizer, load, peek, resolve, skeleton, write_tokenizer
 from draftc.export.configs import model_shape
 from draftc.runtime.errors import CheckpointError, ResourceError, UnsupportedModelError
 from tests.export.tiny_models import (
@@ -472,3 +472,24 @@ def test_kv_bytes_are_those_of_a_real_cache(saved: Path) -> None:
     cache = model(torch.zeros(1, 10, dtype=torch.int64), use_cache=True).past_key_values
     real = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
     assert peek(str(saved)).shape.kv_bytes(10) == real
+
+
+def test_a_chat_template_that_the_runtime_refuses_is_found_before_the_weights(tmp_path: Path) -> None:
+    save_folder(tmp_path / "broken", tiny_model(), tiny_tokenizer(chat_template="{% if %}"))
+    with pytest.raises(CheckpointError, match=r"broken: the runtime cannot use its tokenizer: chat_template.jinja: "):
+        check_tokenizer(peek(str(tmp_path / "broken")))
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('only tools') }}", None])
+def test_a_template_that_wants_other_messages_or_none_at_all_is_no_fault(tmp_path: Path, template: str | None) -> None:
+    save_folder(tmp_path / "m", tiny_model(), tiny_tokenizer(chat_template=template))
+    check_tokenizer(peek(str(tmp_path / "m")))
+
+
+def test_a_skeleton_has_the_model_s_parts_and_no_memory(tmp_path: Path) -> None:
+    model = save_folder(tmp_path / "m", tiny_model())
+    empty = skeleton(peek(str(tmp_path / "m")))
+    assert {name: value.shape for name, value in empty.named_parameters()} == {
+        name: value.shape for name, value in model.named_parameters()
+    }
+    assert all(value.is_meta for value in empty.parameters())

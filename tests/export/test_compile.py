@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,17 @@ import draftc.runtime as runtime
 from draftc.export import compile as pipeline
 from draftc.export import parity, preflight
 from draftc.export.compile import CompileOptions, compile_bundle
+from draftc.export.progress import Quiet
 from draftc.export.quantize import QuantizationScheme
 from draftc.runtime.cli import build_app
-from draftc.runtime.errors import PairError, ParityError, ResourceError, UsageError
+from draftc.runtime.errors import (
+    BackendUnavailableError,
+    CheckpointError,
+    PairError,
+    ParityError,
+    ResourceError,
+    UsageError,
+)
 from draftc.runtime.manifest import Manifest, parse
 from tests.export.tiny_models import save_folder, tiny_model, tiny_tokenizer, write_gguf
 
@@ -57,6 +66,16 @@ def bundle(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("compiled") / "pair"
     compile_bundle(options(sources, out))
     return out
+
+
+class Notes(Quiet):
+    """Keeps what a user would read."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.told.append(text)
 
 
 def manifest_of(out: Path) -> Manifest:
@@ -196,6 +215,73 @@ def test_a_pair_that_does_not_fit_is_refused_before_any_work(
     assert nothing_at(tmp_path / "out")
 
 
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_a_learned_position_table_that_is_too_short_is_refused_before_any_work(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    short = tiny_model("gpt2", n_embd=64, n_layer=1, n_head=4, max_position_embeddings=90)
+    save_folder(tmp_path / "short", short)
+    monkeypatch.setattr(pipeline, "load", lambda *_, **__: pytest.fail("loaded weights"))
+    with pytest.raises(UsageError, match=f"max_length 96 exceeds the 90 positions of the {side} .*short: use"):
+        compile_bundle(options(sources, tmp_path / "out", **{side: str(tmp_path / "short")}))
+    assert nothing_at(tmp_path / "out")
+
+
+def test_a_tokenizer_that_the_runtime_refuses_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_folder(tmp_path / "m", tiny_model(), tiny_tokenizer(chat_template="{% for %}"))
+    monkeypatch.setattr(pipeline, "load", lambda *_, **__: pytest.fail("loaded weights"))
+    with pytest.raises(CheckpointError, match="chat template"):
+        compile_bundle(CompileOptions(str(tmp_path / "m"), "ngram", tmp_path / "out", max_length=64))
+
+
+def test_a_missing_backend_is_told_before_any_work(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> Any:
+        raise BackendUnavailableError("not there")
+
+    monkeypatch.setattr(pipeline, "load_onnxruntime", missing)
+    monkeypatch.setattr(pipeline, "peek", lambda *_: pytest.fail("read a checkpoint"))
+    with pytest.raises(BackendUnavailableError):
+        compile_bundle(options(sources, tmp_path / "out"))
+
+
+def test_the_shortest_text_the_widest_k_and_another_build_of_the_backend(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "load_onnxruntime", lambda: SimpleNamespace(__version__="9.9.9"))
+    changes = {"draft": "ngram", "max_length": 8, "num_speculative_tokens": 20}
+    manifest = compile_bundle(options(sources, tmp_path / "out", **changes))
+    assert manifest.backend.version == "9.9.9"  # of the module, whatever distribution brought it
+    assert manifest.parity[0].tokens == 8
+
+
+def test_experts_stay_in_float_and_are_named(tmp_path: Path) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    save_folder(tmp_path / "moe", tiny_model("qwen3_moe", num_hidden_layers=1, **sizes))
+    notes = Notes()
+    manifest = compile_bundle(
+        CompileOptions(str(tmp_path / "moe"), "ngram", tmp_path / "out", QuantizationScheme(8), max_length=64), notes
+    )
+    assert manifest.target.quantization is not None
+    assert manifest.target.quantization.quantized_matmuls == 4 + 1 + 1  # q k v o, the router, the head
+    experts = tuple(f"model.layers.0.mlp.experts.{part}_proj" for part in ("down", "gate_up"))
+    assert manifest.target.quantization.float_matmuls == experts
+    rest = 2 * 64 * 64 + 2 * 64 * 32 + 4 * 64 + 320 * 64
+    share = 4 * 3 * 64 * 32 / (4 * 3 * 64 * 32 + rest)
+    assert (
+        f"target: {share:.0%} of the weights that it multiplies with stay in float: {', '.join(experts)}" in notes.told
+    )
+
+
+def test_the_gate_holds_no_more_logits_than_fit(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "LOGITS_BYTES", 4 * 336 * 40)
+    manifest = compile_bundle(options(sources, tmp_path / "out", draft="ngram"))
+    assert 20 <= manifest.parity[0].tokens <= 40
+
+
 def test_too_little_memory_is_refused_before_any_work(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +301,10 @@ def test_too_little_memory_is_refused_before_any_work(
         ({"max_width": 1}, "max_width must be"),
         ({"prefill_chunk": 0}, "prefill_chunk"),
         ({"min_ngram": 5}, "min_ngram <= max_ngram"),
+        ({"max_length": 2**31 - 32}, "max_length must be 2147483615 or less"),
+        ({"name": ""}, "printable"),
+        ({"name": "a\nb"}, r"printable text, got 'a\\nb'"),
+        ({"max_length": 0}, "max_length must be 8 or more"),
     ],
 )
 def test_options_out_of_range(sources: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -255,6 +345,29 @@ def test_the_command_prints_the_manifest_as_json(sources: Path, tmp_path: Path) 
     assert result.exit_code == 0
     assert parse(result.stdout) == manifest_of(tmp_path / "out")
     assert replace(parse(result.stdout), files=()).name == "out"
+
+
+def test_beside_json_the_notes_are_plain_lines_on_standard_error(tmp_path: Path) -> None:
+    save_folder(tmp_path / "m", tiny_model("mistral", sliding_window=1100))
+    arguments = ["compile", "--target", str(tmp_path / "m"), "--draft", "ngram", "--max-length", "1200", "--json"]
+    result = CliRunner().invoke(build_app(), [*arguments, "-o", str(tmp_path / "out")])
+    assert result.exit_code == 0
+    assert parse(result.stdout) == manifest_of(tmp_path / "out")
+    lines = result.stderr.splitlines()
+    assert any(line.startswith("the target's context is 128 tokens, shorter than max_length 1200") for line in lines)
+    assert "target: compared over 192 positions; its window of 1100 tokens is not crossed by that text" in lines
+    result = CliRunner().invoke(build_app(), [*arguments[:-1], "--quiet", "--force", "-o", str(tmp_path / "out")])
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("option", ["-k", "--max-length"])
+def test_zero_is_not_taken_for_the_recipe_s_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    fetched = {"smollm2-135m-instruct": tmp_path}
+    monkeypatch.setattr("draftc.export.catalog.fetch_recipe", lambda *_, **__: fetched)
+    arguments = ["compile", "--recipe", "smollm2-135m", option, "0", "-o", str(tmp_path / "out")]
+    result = CliRunner().invoke(build_app(), arguments)
+    assert result.exit_code == 2
+    assert "got 0" in result.stderr
 
 
 def test_logits_of_padding_rows_never_become_tokens(sources: Path, tmp_path: Path) -> None:

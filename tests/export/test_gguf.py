@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from draftc.export.checkpoint import load, peek, resolve
 from draftc.export.gguf import GgufFile
-from draftc.export.gguf_model import build_tokenizer
+from draftc.export.gguf_model import build_tokenizer, tied_head
 from draftc.runtime.errors import CheckpointError, DraftcError, UnsupportedModelError
 from tests.export.tiny_models import TEXT, VOCAB, logits, tiny_model, tiny_tokenizer, write_gguf
 
@@ -102,6 +102,36 @@ def test_a_matrix_stored_twice_is_tied_again_and_the_finer_rounding_kept(tmp_pat
     assert checkpoint.info.parameters == info.parameters == sum(value.numel() for value in model.parameters())
     finer = gguf.dequantize(gguf.quantize(matrix, Q8_0), Q8_0)
     np.testing.assert_array_equal(embedding.numpy(), finer)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("other", ["F32", "Q8_0", "Q4_0"])
+def test_two_roundings_of_one_matrix_are_told_from_a_head_that_was_trained_on(
+    tmp_path: Path, kind: str, other: str
+) -> None:
+    model = tiny_model("qwen2", tie_word_embeddings=True, hidden_size=256, num_attention_heads=16)
+    matrix = model.get_parameter("model.embed_tokens.weight").detach().numpy()
+    types = {"output.weight": gguf.GGMLQuantizationType[kind], "token_embd.weight": gguf.GGMLQuantizationType[other]}
+    noise = np.random.default_rng(1).normal(size=matrix.shape).astype(np.float32) * matrix.std()
+    for share, expected in ((0.0, True), (0.35, False)):
+        path = write_gguf(
+            tmp_path / f"{share}.gguf",
+            model,
+            kinds=types,
+            tensors={"output.weight": (matrix + share * noise).astype(np.float32)},
+        )
+        assert tied_head(GgufFile(path)) is expected
+
+
+def test_a_head_that_was_trained_a_little_is_told_where_the_file_is_not_quantized(tmp_path: Path) -> None:
+    model = tiny_model("qwen2", tie_word_embeddings=True)
+    matrix = model.get_parameter("model.embed_tokens.weight").detach().numpy()
+    kinds = dict.fromkeys(("output.weight", "token_embd.weight"), gguf.GGMLQuantizationType.F16)
+    assert not tied_head(
+        GgufFile(
+            write_gguf(tmp_path / "m.gguf", model, kinds=kinds, tensors={"output.weight": np.float32(1.01) * matrix})
+        )
+    )
 
 
 def test_a_head_that_differs_in_one_row_stays_untied(tmp_path: Path) -> None:

@@ -141,7 +141,10 @@ def test_only_files_that_cannot_run_code_are_asked_for(online: dict[str, dict[st
     ("name", "message"),
     [
         ("org/gated", r"hub model 'org/gated' is gated; accept its terms"),
-        ("org/nothing", r"hub model 'org/nothing' does not exist or is private; check the name"),
+        (
+            "org/nothing",
+            r"hub model 'org/nothing' does not exist or is private, and there is no such folder here; check",
+        ),
         ("org/tiny@other-revision", r"hub model 'org/tiny' has no such revision"),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from draftc.export.checkpoint import CheckpointInfo, peek
-from draftc.export.pair import check_pair, predicted_speedup, tokenizer_fingerprint
+from draftc.export.pair import check_pair, predicted_speedup, target_length_warning, tokenizer_fingerprint
 from draftc.runtime.errors import PairError, UsageError
 from tests.export.tiny_models import VOCAB, save_folder, tiny_model, tiny_tokenizer, write_gguf
 
@@ -81,7 +81,10 @@ def test_a_context_shorter_than_max_length_is_told(make: Make) -> None:
     report = check_pair(make(), make(max_position_embeddings=100, num_hidden_layers=1), 120)
     assert len(report.warnings) == 1
     assert report.warnings[0].startswith("the draft's context is 100 tokens, shorter than max_length 120")
-    assert len(check_pair(make(), make(num_hidden_layers=1), 129).warnings) == 2
+    told = target_length_warning(make(), 129)
+    assert told is not None
+    assert told.startswith("the target's context is 128 tokens, shorter than max_length 129")
+    assert target_length_warning(make(), 128) is None
 
 
 def test_a_draft_larger_than_the_target_is_told_with_the_slowdown(make: Make) -> None:

@@ -32,6 +32,8 @@ class Recorder:
             out[i, self.memory[: start + i + 1].sum() % VOCAB] = 1 + start + i
         return out[tokens.size - rows :]
 
+    def clear(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -65,6 +67,19 @@ def test_a_graph_that_keeps_rejected_entries_is_found() -> None:
     result = parity.compare(expected(TOKENS), rows, VOCAB)
     with pytest.raises(ParityError, match="cannot be compiled faithfully"):
         parity.check_capture("tiny", result)
+
+
+@pytest.mark.parametrize("length", [8, 9, 20])
+def test_a_text_shorter_than_a_verification_is_verified_in_a_shorter_one(length: int) -> None:
+    limits = Limits(max_length=length, max_width=32, prefill_chunk=length, vocab_size=VOCAB)
+    engine = Recorder()
+    rows = parity.graph_logits(Decoder(engine, limits), TOKENS[:length], k=20)
+    assert all(start + width <= length for width, start, _ in engine.calls)
+    reference = expected(TOKENS[:length])
+    assert set(rows) == set(range(length))
+    for position, row in rows.items():
+        np.testing.assert_array_equal(row, reference[position])
+    assert engine.calls[1][0] > 2  # a verification with something to reject
 
 
 def test_compare_against_closed_forms() -> None:

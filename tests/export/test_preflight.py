@@ -1,6 +1,7 @@
 """Estimates against files that are really written, and limits read from made-up /proc and cgroup trees."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,30 @@ def test_disk_adds_up_over_a_pair_and_memory_is_that_of_the_larger(tmp_path: Pat
     assert both.bundle_bytes == alone.bundle_bytes + small.bundle_bytes
     assert both.ram_bytes == alone.ram_bytes > small.ram_bytes
     assert both.kv_bytes == target.shape.kv_bytes(96) + draft.shape.kv_bytes(96)
+
+
+def test_a_mixture_of_experts_counts_what_the_widest_call_gathers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    save_folder(tmp_path / "moe", tiny_model("qwen3_moe", **sizes))
+    info = peek(str(tmp_path / "moe"))
+    expert = 3 * 64 * 32  # gate, up and down
+    assert (info.expert_parameters, info.experts_per_token) == (2 * 8 * expert, 3 * expert)
+    needs = estimate([info], "int4", max_length=1000, prefill_chunk=200)
+    assert (needs.gathered_bytes, needs.call_tokens) == (4 * 200 * 3 * expert, 200)
+    assert "a call of 200 tokens copies 14.1 MiB of expert weights" in needs.summary()
+    assert needs.ram_bytes > needs.gathered_bytes + 4 * info.parameters
+    assert needs.bundle_bytes > 4 * info.expert_parameters  # they stay in float
+    save_folder(tmp_path / "dense", tiny_model())
+    dense = estimate([peek(str(tmp_path / "dense"))], "int4", max_length=1000)
+    assert dense.gathered_bytes == 0
+    assert "expert" not in dense.summary()
+
+    monkeypatch.setattr("draftc.export.preflight.available_memory", lambda: 20 * GIB)
+    large = replace(needs, gathered_bytes=30 * GIB, ram_bytes=40 * GIB)
+    with pytest.raises(ResourceError, match=r"a call of 200 tokens copies 30\.0 GiB .* lower --prefill-chunk"):
+        check(large, tmp_path)
 
 
 def test_an_unknown_precision_is_refused(tmp_path: Path) -> None:

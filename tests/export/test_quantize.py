@@ -21,10 +21,15 @@ TABLE, UP, DOWN, BIAS = (
 IDS = np.arange(12, dtype=np.int64)[None] * 5 % VOCAB  # (1, 12)
 
 
-def decoder(*, dynamic: bool = False) -> ir.Model:
+EXPERTS = RNG.normal(size=(3, WIDTH, WIDTH)).astype(np.float32)
+
+
+def decoder(*, dynamic: bool = False, experts: bool = False, shared: bool = False) -> ir.Model:
     """input_ids → table → Gemm (K, N) + bias → MatMul by a transposed weight → head tied to the table → logits."""
     ids = ir.Value(name="input_ids", shape=ir.Shape(["B", "S"]), type=ir.TensorType(ir.DataType.INT64))
     tensors = {"table": TABLE, "up": UP, "bias": BIAS, "down": DOWN, "flat": np.array([-1, WIDTH])}
+    if experts:
+        tensors |= {"experts": EXPERTS, "one": np.array([1]), "angles": np.ones((1, WIDTH, 1), np.float32)}
     w = {name: ir.Value(name=name, const_value=ir.tensor(array, name=name)) for name, array in tensors.items()}
     for value in w.values():
         assert value.const_value is not None
@@ -40,6 +45,13 @@ def decoder(*, dynamic: bool = False) -> ir.Model:
     back = add("MatMul", [inner, add("Transpose", [w["down"]], perm=[1, 0])])
     if dynamic:
         back = add("MatMul", [add("MatMul", [back, add("Transpose", [back], perm=[1, 0])]), back])
+    if experts:  # one expert's weight, selected and turned as a mixture of experts does; and a vector, as rotary does
+        chosen = add("Transpose", [add("Gather", [w["experts"], w["one"]])], perm=[0, 2, 1])
+        back = add("MatMul", [back, chosen])
+        back = add("Add", [back, add("ReduceMean", [add("MatMul", [w["angles"], add("Unsqueeze", [back, w["one"]])])])])
+    if shared:
+        inner = add("MatMul", [back, w["up"]])
+        back = add("MatMul", [inner, add("Transpose", [w["up"]], perm=[1, 0])])
     logits = add("Identity", [add("MatMul", [back, add("Transpose", [w["table"]], perm=[1, 0])])])
     logits.name, logits.shape, logits.type = "logits", ir.Shape(["S", VOCAB]), ir.TensorType(ir.DataType.FLOAT)
     graph = ir.Graph([ids], [logits], nodes=nodes, initializers=list(w.values()), opset_imports={"": 24}, name="g")
@@ -101,6 +113,34 @@ def test_the_head_can_stay_in_float_and_is_named() -> None:
     assert (rewrite.quantized, rewrite.left_in_float) == (2, ["table"])
 
 
+def test_weights_that_a_gather_selects_are_named_with_their_share() -> None:
+    model = decoder(experts=True)
+    rewrite = QuantizeWeights(QuantizationScheme(4))
+    rewrite(model)
+    assert (rewrite.quantized, rewrite.left_in_float) == (3, ["experts"])
+    rounded_values = TABLE.size + UP.size + DOWN.size
+    assert rewrite.float_share == pytest.approx(EXPERTS.size / (EXPERTS.size + rounded_values))
+
+
+def test_a_weight_of_several_products_is_stored_once_for_each_direction(tmp_path: Path) -> None:
+    scheme = QuantizationScheme(8, accuracy_level=1)
+    model = decoder(shared=True)
+    rewrite = QuantizeWeights(scheme)
+    rewrite(model)
+    assert (rewrite.quantized, rewrite.left_in_float, rewrite.float_share) == (5, [], 0)
+    packed = {name for name in model.graph.initializers if name.startswith("up") and not name.endswith("scales")}
+    assert len(packed) == 2
+    inner = (TABLE[IDS[0]] @ rounded(UP, scheme, 0) + BIAS) @ rounded(DOWN, scheme, 1).T
+    expected = inner @ rounded(UP, scheme, 0) @ rounded(UP, scheme, 1).T @ rounded(TABLE, scheme, 1).T
+    assert np.abs(run(model, tmp_path) - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def test_a_product_that_was_lost_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(QuantizeWeights, "_quantize_matmul", lambda self, *_: setattr(self, "quantized", 7))
+    with pytest.raises(CaptureError, match="of 3 products with constant weights 7 were quantized and 3 are left"):
+        QuantizeWeights(QuantizationScheme(4))(decoder())
+
+
 def test_products_of_activations_are_not_weights() -> None:
     model = decoder(dynamic=True)
     rewrite = QuantizeWeights(QuantizationScheme(4))
@@ -141,6 +181,8 @@ def test_a_graph_without_weights_is_refused() -> None:
         ({"bits": 3}, "bits must be 4 or 8"),
         ({"bits": 4, "block_size": 48}, "block size must be"),
         ({"bits": 8, "embedding": True}, "int4 only"),
+        ({"bits": 4, "accuracy_level": 5}, "accuracy level must be 0 to 4, got 5"),
+        ({"bits": 4, "accuracy_level": -1}, "accuracy level"),
     ],
 )
 def test_a_scheme_that_is_not_offered_is_refused(arguments: dict[str, Any], said: str) -> None:

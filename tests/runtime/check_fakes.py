@@ -72,6 +72,9 @@ class KvEngine:
             logits += self._noise * np.sin(np.arange(logits.size, dtype=np.float32) + width + end)
         return logits
 
+    def clear(self) -> None:
+        self._cache.fill(0.0)
+
     def close(self) -> None:
         pass
 
@@ -111,6 +114,10 @@ class StaleEngine(KvEngine):
                 self._cache[slot] = self._embedding[token]
                 self._written[slot] = True
 
+    def clear(self) -> None:
+        super().clear()
+        self._written[:] = False
+
 
 class NanEngine(KvEngine):
     """Fault: NaN among the logits of every call of `width` tokens."""
@@ -131,13 +138,14 @@ def kv_session(
     target: KvEngine | None = None,
     draft: KvEngine | None = None,
     drafters: dict[str, Drafter] | None = None,
+    max_length: int = MAX_LENGTH,
 ) -> Session:
     """A session over a target and a draft that resembles it, K = 2. `drafters` replaces the usual two."""
     vocab = tokenizer.vocab_size
-    limits = Limits(MAX_LENGTH, MAX_WIDTH, CHUNK, vocab)
+    limits = Limits(max_length, MAX_WIDTH, min(CHUNK, max_length), vocab)
     target = target or KvEngine(vocab)
-    spec = FakeEngine(fixed([1.0]), vocab, MAX_LENGTH + MAX_WIDTH)  # only its spec is looked at
-    manifest = manifest_for(vocab, spec, max_length=MAX_LENGTH, k=2)
+    spec = FakeEngine(fixed([1.0]), vocab, max_length + MAX_WIDTH)  # only its spec is looked at
+    manifest = manifest_for(vocab, spec, max_length=max_length, k=2)
     if drafters is None:
         draft_decoder = Decoder(draft or KvEngine(vocab, 5, near=0), limits)
         drafters = {"draft_model": ModelDrafter(draft_decoder), "ngram": NgramDrafter()}

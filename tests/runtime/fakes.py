@@ -1,5 +1,6 @@
 """What the tests of the loop share: models without weights, an engine that minds its memory, and exact enumeration."""
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -92,17 +93,20 @@ class FakeEngine:
     by the next call, unused rows with NaN; padding rows would win every argmax.
 
     `faults` maps the number of a call, from 0, to what happens in it: an exception, raised when half of the call is
-    written, or a number that is put among the first row's logits.
+    written, or a number that is put among the first row's logits. NaN and infinity get into the memory too, and as in
+    real attention (0 · NaN is NaN) every later call gives NaN until these slots are written over or cleared.
     """
 
     def __init__(self, model: Model, vocab: int, length: int) -> None:
         self._model = model
         self._vocab = vocab
         self._memory = np.full(length, -1, np.int64)
+        self._spoiled = np.zeros(length, bool)
         self._logits = np.empty((length, vocab + PADDING), np.float32)
         self._spec = GraphSpec.decoder([(1, 2, 2)], length, vocab + PADDING, "float32")
         self.calls: list[Call] = []
         self.faults: dict[int, BaseException | float] = {}
+        self.cleared = 0
         self.closed = 0
 
     @property
@@ -129,13 +133,22 @@ class FakeEngine:
             self._memory[start : start + width // 2] = tokens[: width // 2]
             raise fault
         self._memory[start : start + width] = tokens
+        self._spoiled[start : start + width] = False
         self._logits.fill(np.nan)
+        if self._spoiled.any():
+            return self._logits[:rows]
         for row, end in enumerate(range(start + width - rows + 1, start + width + 1)):
             self._logits[row, : self._vocab] = self._model(self._memory[:end])
             self._logits[row, self._vocab :] = 1e4
         if fault is not None:
             self._logits[0, self._vocab // 2] = fault
+            self._spoiled[start : start + width] = not np.isfinite(fault)
         return self._logits[:rows]
+
+    def clear(self) -> None:
+        self._memory.fill(-1)
+        self._spoiled.fill(False)
+        self.cleared += 1
 
     def close(self) -> None:
         self.closed += 1
@@ -172,11 +185,12 @@ def decode(
     run = Run()
     text = TokenBuffer(tokens(*prompt), len(prompt) + count)
 
-    def keep(emitted: list[int]) -> list[int]:
-        end = next((i + 1 for i, token in enumerate(emitted) if token in stop), len(emitted))
-        return emitted[: min(end, count - len(run.tokens))]
+    emitted = itertools.count(1)
 
-    loop = Loop(target, drafter, text, sampler, keep, run.stats, logprobs=True)
+    def emit(token: int) -> bool:
+        return next(emitted) < count and token not in stop
+
+    loop = Loop(target, drafter, text, sampler, emit, run.stats, logprobs=True)
     while len(run.tokens) < count and not stop & set(run.tokens):
         step = loop.step(min(k, count - len(run.tokens) - 1))
         run.steps.append(step)

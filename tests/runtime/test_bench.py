@@ -183,6 +183,33 @@ def shown(report: BenchReport) -> str:
     return text.getvalue()
 
 
+def test_tables_fit_80_columns(session: Session) -> None:
+    report = bench(session, prompts=PROMPTS, ks=[7], max_new_tokens=8, repeats=1)
+    rows = tuple(
+        dataclasses.replace(
+            row,
+            mode=row.mode.replace("-k7", "-k31"),
+            decode_tokens_per_s=1234.56,
+            end_to_end_tokens_per_s=1234.56,
+            identical_to_plain=164,
+            prompts=164,
+            draft_share=1.0,
+        )
+        for row in report.totals
+    )
+    text = io.StringIO()
+    Console(file=text, width=80).print(render(dataclasses.replace(report, totals=rows)))
+    tables = [line for line in text.getvalue().splitlines() if line.startswith(("mode", "plain", "draft", "ngram"))]
+    assert len(tables) == 2 * (1 + len(rows)), "no row is broken"
+    assert "…" not in text.getvalue()
+    for row in rows:
+        speed, spent = (line for line in tables if line.split()[0] == row.mode)
+        assert f"1234.6 ({row.end_to_end_speedup:.2f}x)" in speed
+        assert speed.split()[-1] == "164/164"
+        assert spent.split()[-1] == f"{row.non_engine_share:.1%}"
+        assert "100.0%" in spent
+
+
 def test_sampling_is_seeded_and_passed_on(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = recorded(session, monkeypatch)
     how = Sampling(temperature=0.9, top_k=7, presence_penalty=0.5, logit_bias={5: -1.0})
@@ -220,9 +247,9 @@ def test_json_has_what_the_document_names(session: Session) -> None:
         ({"methods": ["plain"]}, UsageError, "plain always runs"),
         ({"repeats": 0}, UsageError, "repeats must be 1 or more"),
         ({"prompts": ()}, UsageError, "no prompts"),
-        ({"max_new_tokens": 0}, UsageError, "'fox': max_new_tokens must be 1 or more"),
+        ({"max_new_tokens": 0}, UsageError, "'fox': max_new_tokens must be a whole number of 1 or more"),
         ({"max_new_tokens": MAX_LENGTH}, CapacityError, "'fox': prompt of"),
-        ({"seed": -1}, UsageError, "seed must be 0 or more"),
+        ({"seed": -1}, UsageError, "seed must be a whole number of 0 or more"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_runs(

@@ -1,5 +1,6 @@
 """`draftc run` and `draftc inspect`: a real session over scripted engines, called as from a shell."""
 
+import errno
 import hashlib
 import io
 import json
@@ -16,6 +17,7 @@ import pytest
 import typer
 
 from draftc.runtime.cli import build_app
+from draftc.runtime.errors import UsageError
 from draftc.runtime.graphio import GraphSpec
 from draftc.runtime.inspection import human_bytes, tensor_rows
 from draftc.runtime.manifest import (
@@ -482,6 +484,41 @@ def test_bench_prints_a_table_and_writes_a_file(
     assert report["machine"]["threads"] == 2
 
 
+def test_bench_finds_out_first_whether_its_file_can_be_written(
+    draftc: Draftc, bundle: FakeBundle, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def fails(*_: object, **__: object) -> None:
+        ran.append("bench")
+        raise UsageError("stop here")
+
+    monkeypatch.setattr("draftc.runtime.bench.bench", fails)
+    assert draftc("bench", "out", "--prompts", str(chats), "--json-file", str(tmp_path)).code == 2
+    assert ran == []
+    earlier, new = tmp_path / "earlier.json", tmp_path / "new.json"
+    earlier.write_text("figures of yesterday", encoding="utf-8")
+    for file in (earlier, new):
+        draftc("bench", "out", "--prompts", str(chats), "--json-file", str(file))
+    assert ran == ["bench", "bench"]
+    assert earlier.read_text(encoding="utf-8") == "figures of yesterday", "a run that failed takes nothing away"
+    assert not new.exists()
+
+
+def test_bench_shows_its_figures_even_if_the_file_cannot_be_written_in_the_end(
+    draftc: Draftc, bundle: FakeBundle, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, *_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    line = f"out --prompts {chats} -n 6 --repeats 1 --json-file {tmp_path / 'bench.json'}"
+    result = draftc("bench", *line.split())
+    assert result.code == 2
+    assert "No space left on device" in one_line(result.err)
+    assert "draft_model-k2" in result.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
@@ -490,7 +527,8 @@ def test_bench_prints_a_table_and_writes_a_file(
         ("--repeats 0", "repeats"),
         ("--method medusa", "medusa"),
         ("--temperature -1", "temperature"),
-        ("--json-file no/such/folder.json", "no/such/folder.json"),
+        ("--json-file no/such/folder.json", "no/such/folder.json: No such file or directory"),
+        ("--json-file .", "--json-file .: Is a directory"),
     ],
 )
 def test_bench_refuses_in_one_line(draftc: Draftc, bundle: FakeBundle, chats: Path, arguments: str, cause: str) -> None:
@@ -546,6 +584,16 @@ def test_inspect_shows_what_is_in_the_bundle(draftc: Draftc, tmp_path: Path) -> 
                 greedy_agreement=1.0,
                 tolerance=1e-3,
             ),
+            ParityReport(
+                graph="target",
+                stage="quantize",
+                layers=30,
+                tokens=96,
+                max_abs_diff=4.5,
+                kl=0.33,
+                greedy_agreement=0.75,
+                tolerance=0.0,
+            ),
         ),
         "pair": PairSummary(draft_cost_ratio=0.33, predicted_speedup={"0.7": 1.42}),
         "licenses": ("apache-2.0",),
@@ -569,6 +617,7 @@ def test_inspect_shows_what_is_in_the_bundle(draftc: Draftc, tmp_path: Path) -> 
         "1 layers, 1.2 kB",  # 2 tensors x 1 head x 72 x 2 x 4 bytes
         "past_key_values.0.key float32 (B, 1, 72, 2)",
         "target capture 2 48 3.5e-05 0.001 1e-09 100.0%",
+        "target quantize 30 96 4.5 - 0.33 75.0%",
         "0.33 of a target step",
         "1.42x at 0.7",
         "folder: models/tiny",

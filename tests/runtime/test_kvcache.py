@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from draftc.runtime.errors import CapacityError
+from draftc.runtime.errors import CapacityError, ResourceError
 from draftc.runtime.kvcache import KVCache, TokenBuffer, common_prefix
 from tests.runtime.fakes import tokens
 
@@ -88,6 +88,12 @@ def test_a_token_buffer_is_exactly_full_and_no_fuller() -> None:
     assert buffer.view.tolist() == [1, 2, 3, 4]
     with pytest.raises(CapacityError, match="3 tokens do not fit into 2"):
         TokenBuffer(tokens(1, 2, 3), 2)
+
+
+@pytest.mark.parametrize("capacity", [2**61, 2**70])
+def test_no_memory_for_a_text(capacity: int) -> None:
+    with pytest.raises(ResourceError, match=f"no memory for {capacity:,} token ids"):
+        KVCache(capacity)
 
 
 def test_the_view_cannot_be_written_and_is_no_copy() -> None:

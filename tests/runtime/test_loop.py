@@ -4,6 +4,7 @@ The distribution is checked twice. By enumeration: every path of draws and accep
 is exact. And by a goodness-of-fit test of real draws. Planted faults show that both find what they are made to find.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -175,7 +176,13 @@ def script_of(model: Model, prompt: list[int], count: int) -> list[int]:
     return prompt + one_by_one(model, Sampling(), prompt, count, frozenset(), None)[0]
 
 
-def one_step(keep: Callable[[list[int]], list[int]], k: int, wrong_from: int | None = None) -> tuple[Step, Stats, Loop]:
+def ending_after(count: int) -> Callable[[int], bool]:
+    """A stop rule that ends the text at its `count`-th token."""
+    numbers = itertools.count(1)
+    return lambda token: next(numbers) < count
+
+
+def one_step(emit: Callable[[int], bool], k: int, wrong_from: int | None = None) -> tuple[Step, Stats, Loop]:
     """A verification of k proposals that are all right, or wrong from one of them on."""
     model, prompt = HashedModel(9, 4), [1, 2, 3]
     script = script_of(model, prompt, k + 1)
@@ -188,7 +195,7 @@ def one_step(keep: Callable[[list[int]], list[int]], k: int, wrong_from: int | N
         Scripted(script),
         TokenBuffer(tokens(*prompt), 30),
         Sampler(Sampling(), prompt, 9, 0),
-        keep,
+        emit,
         stats,
         logprobs=True,
     )
@@ -198,7 +205,7 @@ def one_step(keep: Callable[[list[int]], list[int]], k: int, wrong_from: int | N
 @pytest.mark.parametrize("kept", [1, 2, 4])
 def test_a_stop_inside_an_accepted_draft(kept: int) -> None:
     """Nothing behind it is in the text, in the logprobs, or in any figure."""
-    step, stats, loop = one_step(lambda emitted: emitted[:kept], k=4)
+    step, stats, loop = one_step(ending_after(kept), k=4)
     expected = script_of(HashedModel(9, 4), [1, 2, 3], kept)
     assert loop.text.view.tolist() == expected
     assert step.tokens == expected[3:]
@@ -207,16 +214,16 @@ def test_a_stop_inside_an_accepted_draft(kept: int) -> None:
 
 
 def test_a_stop_at_the_bonus_token() -> None:
-    step, stats, _ = one_step(lambda emitted: emitted, k=4)
+    step, stats, _ = one_step(ending_after(99), k=4)
     assert (len(step.tokens), step.accepted, step.proposed) == (5, 4, 4)
     assert (stats.proposed_at, stats.accepted_at) == ([1] * 4, [1] * 4)
 
 
 def test_a_stop_before_a_correction_and_at_it() -> None:
-    step, stats, _ = one_step(lambda emitted: emitted[:2], k=4, wrong_from=2)
+    step, stats, _ = one_step(ending_after(2), k=4, wrong_from=2)
     assert (len(step.tokens), step.accepted) == (2, 2)
     assert (stats.proposed_at, stats.accepted_at) == ([1, 1], [1, 1])
-    step, stats, _ = one_step(lambda emitted: emitted, k=4, wrong_from=2)
+    step, stats, _ = one_step(ending_after(99), k=4, wrong_from=2)
     assert (len(step.tokens), step.accepted) == (3, 2)
     assert (stats.proposed_at, stats.accepted_at) == ([1] * 4, [1, 1, 0, 0])
 
@@ -227,7 +234,7 @@ def test_without_a_drafter_and_with_k_of_0_nothing_is_proposed() -> None:
         target, engine = fake_decoder(model, 5)
         drafter = Scripted([1] * 20) if k == 0 else None
         loop = Loop(
-            target, drafter, TokenBuffer(tokens(1), 9), Sampler(Sampling(), [1], 5, 0), lambda emitted: emitted, Stats()
+            target, drafter, TokenBuffer(tokens(1), 9), Sampler(Sampling(), [1], 5, 0), lambda token: True, Stats()
         )
         step = loop.step(k)
         assert (len(step.tokens), step.accepted, step.proposed, step.logprobs) == (1, 0, 0, [])

@@ -120,6 +120,37 @@ def test_half_precision_caches(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits, TINY.expected(tokens(1, 2, 3, 4), 1), rtol=1e-2, atol=1e-2)
 
 
+def test_nan_spoils_every_later_call_until_the_buffers_are_cleared(tmp_path: Path) -> None:
+    model = TinyModel(LENGTH, VOCAB)
+    model.keys[7] = np.nan  # what token 7 writes
+    engine = open_engine(model.save(tmp_path / "nan.onnx"))
+    decoder = Decoder(engine, Limits(LENGTH - MAX_WIDTH, MAX_WIDTH, 16, VOCAB))
+    addresses = engine.kv_addresses
+
+    def row(*text: int) -> NDArray[np.float32]:
+        return decoder.extend(decoder.sync(tokens(*text)), rows=1)
+
+    assert np.isnan(row(1, 2, 3, 7)).all()
+    assert np.isnan(row(1, 2)).all(), "the entry of token 7 is masked, and enters all the same"
+    decoder.cache.clear()
+    assert np.isnan(row(1, 2)).all(), "forgetting is not enough"
+    decoder.mark_broken()
+    np.testing.assert_allclose(row(1, 2), model.expected(tokens(1, 2), 1), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(row(1, 2, 3), model.expected(tokens(1, 2, 3), 1), rtol=1e-4, atol=1e-4)
+    assert engine.kv_addresses == addresses
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
+def test_clearing_zeroes_all_of_a_buffer(graph: Path, tmp_path: Path, kv_dtype: str) -> None:
+    if kv_dtype == "float16":
+        graph = TINY.save(tmp_path / "half.onnx", kv_type=TensorProto.FLOAT16)
+    engine = open_engine(graph, GraphSpec.decoder([(1, DIM, DIM)], LENGTH, VOCAB, kv_dtype), max_call=LENGTH)
+    engine.forward(np.arange(LENGTH) % VOCAB, 0, 1)
+    assert all(value.numpy().any() for value in engine._kv.values())
+    engine.clear()
+    assert not any(value.numpy().any() for value in engine._kv.values())
+
+
 def test_closing_twice(graph: Path) -> None:
     engine = open_engine(graph)
     engine.close()
@@ -194,11 +225,25 @@ def test_caches_of_a_type_that_this_backend_cannot_hold(graph: Path) -> None:
         open_engine(graph, GraphSpec.decoder([(1, DIM, DIM)], LENGTH, VOCAB, "bfloat16"))
 
 
-def test_caches_that_do_not_fit_into_memory(tmp_path: Path) -> None:
+def test_caches_that_do_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     length = 2**45
     path = TINY.save(tmp_path / "model.onnx", length="L")  # a graph may leave L open, bundle.json names it
-    with pytest.raises(ResourceError, match=r"no memory for KV buffers of 1,073,741,824 MiB.*smaller --max-length"):
-        open_engine(path, GraphSpec.decoder([(1, DIM, DIM)], length, VOCAB, "float32"))
+    spec = GraphSpec.decoder([(1, DIM, DIM)], length, VOCAB, "float32")
+    monkeypatch.setattr("draftc.runtime.memory.available_memory", lambda: 3 << 30)
+    with pytest.raises(ResourceError, match=r"need 1048576\.0 GiB of memory, 3\.0 GiB is available.*--max-length"):
+        open_engine(path, spec)
+    monkeypatch.setattr("draftc.runtime.memory.available_memory", lambda: None)  # no Linux: only trying tells
+    with pytest.raises(ResourceError, match=r"no memory for KV buffers of 1048576\.0 GiB.*smaller --max-length"):
+        open_engine(path, spec)
+
+
+def test_sizes_that_the_schema_allows_and_no_address_can_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftc.runtime.memory.available_memory", lambda: None)
+    path = TINY.save(tmp_path / "model.onnx", length="L")
+    with pytest.raises(ResourceError, match="no memory for KV buffers"):
+        open_engine(path, GraphSpec.decoder([(1, DIM, DIM)], 2**61, VOCAB, "float32"))
+    with pytest.raises(ResourceError, match="no memory for KV buffers"):
+        open_engine(path, max_call=2**62)
 
 
 @pytest.mark.parametrize("device", ["cuda", "tpu", "CPU", ""])

@@ -199,7 +199,7 @@ def test_a_mask_of_another_shape_or_without_a_token_is_refused() -> None:
 
 
 def test_arguments_out_of_range_are_named() -> None:
-    with pytest.raises(UsageError, match="seed must be 0 or more, got -1"):
+    with pytest.raises(UsageError, match="seed must be a whole number of 0 or more, got -1"):
         Sampler(Sampling(), [], 10, seed=-1)
     for token in (10, -1):
         with pytest.raises(UsageError, match=f"logit_bias names token {token}, outside the vocabulary of 10"):

@@ -148,6 +148,62 @@ def test_nan_is_a_failed_part_with_a_message(tokenizer: Tokenizer, role: str, wi
     json.dumps(report.to_dict(), allow_nan=False)
 
 
+def test_parts_after_a_single_nan_are_not_spoiled_by_it(tokenizer: Tokenizer) -> None:
+    class OnceNan(KvEngine):
+        """Fault: one entry that is written in the first part is NaN, and enters every call until it is cleared."""
+
+        calls = 0
+
+        def write(self, tokens: Tokens, start: int) -> None:
+            super().write(tokens, start)
+            self.calls += 1
+            if self.calls == 300:
+                self._cache[-1] = np.nan
+
+        def row(self, start: int, width: int, end: int) -> Logits:
+            logits: Logits = super().row(start, width, end) + 0 * self._cache[-1, 0]
+            return logits
+
+    report = run(kv_session(tokenizer, OnceNan(tokenizer.vocab_size)))
+    assert passed(report) == {"greedy": False, "sampling": True, "cache": True, "bounds": True}
+
+
+def test_whatever_breaks_off_a_part_the_others_are_reported(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> SamplingDetails:
+        raise UsageError("a prompt that it cannot use")
+
+    monkeypatch.setattr("draftc.runtime.selfcheck.check_sampling", refuse)
+    report = run(kv_session(tokenizer))
+    assert passed(report) == {"greedy": True, "sampling": False, "cache": True, "bounds": True}
+    assert not report.passed
+    assert report.parts[1].verdict == "broke off: a prompt that it cannot use"
+
+
+LEAST_LENGTH = 8 + 2 * (2 + 2)  # of the sampling part at K = 2, as docs/verify.md has it
+
+
+def test_a_bundle_too_small_for_the_sampling_test_is_told_so(tokenizer: Tokenizer) -> None:
+    report = run(kv_session(tokenizer, max_length=LEAST_LENGTH - 1))
+    assert passed(report) == {"greedy": True, "sampling": False, "cache": True, "bounds": True}
+    assert [part.skipped for part in report.parts] == [False, True, False, False]
+    assert report.passed, "a length is no fault"
+    why = f"max_length {LEAST_LENGTH - 1} is too small for the sampling test (needs {LEAST_LENGTH})"
+    assert report.parts[1].verdict == f"skipped: {why}"
+    assert f"sampling was not tested: {why}" in report.warnings
+    text = io.StringIO()
+    Console(file=text, width=200).print(render(report))
+    assert text.getvalue().count("SKIP ") == 1
+    assert "no loss was found by the parts that ran" in text.getvalue()
+
+
+def test_the_smallest_bundle_that_the_sampling_test_fits_into(tokenizer: Tokenizer) -> None:
+    report = run(kv_session(tokenizer, max_length=LEAST_LENGTH))
+    assert report.parts[1].details is not None
+    assert report.parts[1].passed
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -158,6 +214,7 @@ def test_nan_is_a_failed_part_with_a_message(tokenizer: Tokenizer, role: str, wi
         ({"prompts": ()}, "no prompts"),
         ({"prompts": (PromptCase("x", messages=({"role": "user", "content": "hi"},)),)}, "'x'.*chat template"),
         ({"prompts": (PromptCase("x", prompt=""),)}, "'x' has no tokens"),
+        ({"prompts": (PromptCase("x", prompt="a"), PromptCase("y", prompt="b"))}, "every prompt has a single token"),
     ],
 )
 def test_bad_arguments(tokenizer: Tokenizer, arguments: dict[str, object], message: str) -> None:
@@ -256,14 +313,12 @@ def test_near_ties_of_a_coarse_graph_pass(tokenizer: Tokenizer) -> None:
 
 def test_a_fault_behind_a_tie_is_found(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     # As above, and one token in the middle of each output is the target's worst.
-    def faulty(proposal: Proposal, logits: Logits, sampler: Sampler) -> Outcome:
-        outcome = real(proposal, logits, sampler)
-        if proposal.tokens.size and 25 in range(len(sampler._generated) - len(outcome.tokens), len(sampler._generated)):
-            sampler.pop(1)
-            worst = int(logits[outcome.accepted].argmin())
-            sampler.push(worst)
-            return Outcome([*outcome.tokens[:-1], worst], outcome.accepted)
-        return outcome
+    def faulty(proposal: Proposal, logits: Logits, sampler: Sampler, emit: Callable[[int], bool]) -> Outcome:
+        row = 25 - len(sampler._generated)
+        if proposal.tokens.size and 0 <= row < len(logits):
+            logits = logits.copy()
+            logits[row] *= -1
+        return real(proposal, logits, sampler, emit)
 
     real = draftc.runtime.accept.accept
     monkeypatch.setattr("draftc.runtime.loop.accept", faulty)
@@ -375,9 +430,9 @@ def _no_residual(p: Distribution, q: Distribution) -> Distribution:
     return p
 
 
-def _accepts_all(proposal: Proposal, logits: Logits, sampler: Sampler) -> Outcome:
+def _accepts_all(proposal: Proposal, logits: Logits, sampler: Sampler, emit: Callable[[int], bool]) -> Outcome:
     if sampler.greedy:
-        return draftc.runtime.accept.accept(proposal, logits, sampler)
+        return draftc.runtime.accept.accept(proposal, logits, sampler, emit)
     for x in proposal.tokens.tolist():
         sampler.push(x)
     bonus = sampler.draw(sampler.distribution(logits[proposal.tokens.size]))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from draftc.runtime.errors import CapacityError, DraftcError, UsageError
-from draftc.runtime.request import Generation
+from draftc.runtime.request import Generation, Options
 from draftc.runtime.session import Session
 from draftc.runtime.text import Tokenizer
 from draftc.runtime.warp import Distribution, Sampling
@@ -355,8 +355,10 @@ def test_a_checkpoint_without_a_template_refuses_messages(tokenizer: Tokenizer) 
         ([1, 2, -1], r"prompt\[2\] is -1: expected a token id below \d+"),
         ([10**6], r"prompt\[0\] is 1000000"),
         ([1, 2.0], r"prompt\[1\] is 2\.0"),
-        (["the", "fox"], r"prompt\[0\] is 'the'"),
-        (np.zeros((2, 2), np.int64), r"prompt\[0\] is array"),
+        (["the", "fox"], "one prompt per call: batches are not served"),
+        ([[1, 2], [3]], "one prompt per call"),
+        (np.zeros((2, 2), np.int64), "one prompt per call"),
+        (b"the fox", "the prompt is bytes"),
         ([1, {"role": "user"}], r"prompt\[1\] is \{"),
         ("", "the prompt is empty and this tokenizer adds no BOS token"),
         ([], "the prompt is empty"),
@@ -375,8 +377,8 @@ def test_a_prompt_that_is_none(tokenizer: Tokenizer, prompt: Any, message: str) 
 
 
 BAD: list[tuple[dict[str, Any], type[DraftcError], str]] = [
-    ({"max_new_tokens": 0}, UsageError, "max_new_tokens must be 1 or more, got 0"),
-    ({"max_new_tokens": -3}, UsageError, "max_new_tokens must be 1 or more, got -3"),
+    ({"max_new_tokens": 0}, UsageError, "max_new_tokens must be a whole number of 1 or more, got 0"),
+    ({"max_new_tokens": -3}, UsageError, "max_new_tokens must be a whole number of 1 or more, got -3"),
     ({"max_new_tokens": 61}, CapacityError, r"prompt of 4 and max_new_tokens of 61 exceed .* 60: ask for 56 at most"),
     ({"max_new_tokens": 2.5}, UsageError, r"max_new_tokens must be a whole number .*, got 2\.5"),
     ({"temperature": -1.0}, UsageError, r"temperature must be .*, got -1\.0"),
@@ -389,10 +391,20 @@ BAD: list[tuple[dict[str, Any], type[DraftcError], str]] = [
     ({"presence_penalty": math.inf}, UsageError, "presence_penalty must be .*, got inf"),
     ({"frequency_penalty": math.nan}, UsageError, "frequency_penalty must be .*, got nan"),
     ({"logit_bias": {10**6: 1.0}}, UsageError, "logit_bias names token 1000000, outside the vocabulary"),
-    ({"logit_bias": {1: math.nan}}, UsageError, "logit_bias must be finite numbers or -inf"),
-    ({"seed": -1}, UsageError, "seed must be 0 or more, got -1"),
+    ({"logit_bias": {1: math.nan}}, UsageError, "logit_bias must be a map of token ids"),
+    ({"seed": -1}, UsageError, "seed must be a whole number of 0 or more, got -1"),
     ({"num_speculative_tokens": 0}, UsageError, r"num_speculative_tokens must be 1 to 5 .*, got 0; method='plain'"),
     ({"num_speculative_tokens": 6}, UsageError, r"num_speculative_tokens must be 1 to 5 .*calls of 6\), got 6"),
+    ({"num_speculative_tokens": 2.5}, UsageError, "num_speculative_tokens must be 1 to 5 .*, got 2.5"),
+    ({"temprature": 0.5}, UsageError, "there is no option 'temprature'; there are max_new_tokens, temperature"),
+    ({"max_tokens": 5}, UsageError, "there is no option 'max_tokens'"),
+    ({"max_new_tokens": "3"}, UsageError, "max_new_tokens must be a whole number of 1 or more, got '3'"),
+    ({"temperature": "warm"}, UsageError, "temperature must be a number, got 'warm'"),
+    ({"top_k": 2.5}, UsageError, "top_k must be a whole number"),
+    ({"logit_bias": {"3": 1.0}}, UsageError, "logit_bias must be a map of token ids"),
+    ({"logit_bias": [3]}, UsageError, "logit_bias must be a map of token ids"),
+    ({"seed": 1.5}, UsageError, r"seed must be a whole number of 0 or more, got 1\.5"),
+    ({"stop_token_ids": ["x"]}, UsageError, "stop_token_ids must be token ids"),
     ({"method": "medusa"}, UsageError, r"unknown method 'medusa': this bundle offers plain, "),
     ({"stop": [""]}, UsageError, "a stop string must be text"),
     ({"stop": [3]}, UsageError, "a stop string must be text"),
@@ -525,6 +537,43 @@ def test_any_request_after_any_others_is_that_of_a_fresh_session(
             "logprobs": True,
         }
         assert same(session.generate(prompt, **options), make_session(tokenizer).session.generate(prompt, **options))
+
+
+def test_none_means_the_default(tokenizer: Tokenizer) -> None:
+    options: Any = dict.fromkeys(Options.__annotations__) | {"max_new_tokens": 6}
+    session = make_session(tokenizer).session
+    expected = session.generate(PROMPT, max_new_tokens=6)
+    assert session.generate(PROMPT, **options).token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("method", ["plain", "draft_model", "ngram"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_that_allows_nothing_behind_the_end(tokenizer: Tokenizer, method: str, temperature: float) -> None:
+    """As a grammar's, which is complete at the end token: no row behind that may be asked about."""
+    end = tokenizer.defaults.eos_token_ids[0]
+    ids = [*tokenizer.encode("the fox, the fox, the fox"), end]
+    asked: list[int] = []
+
+    def mask(generated: Sequence[int]) -> NDArray[np.bool_]:
+        asked.append(len(generated))
+        allowed: NDArray[np.bool_] = np.zeros(tokenizer.vocab_size, bool)
+        if list(generated) == ids[: len(generated)] and len(generated) < len(ids):
+            allowed[ids[len(generated)]] = True
+        return allowed
+
+    session = make_session(tokenizer).session
+    result = session.generate(PROMPT, logits_mask=mask, method=method, temperature=temperature, seed=1)
+    assert (result.token_ids, result.finish_reason) == (ids, "stop")
+    assert len(ids) - 1 in asked
+
+
+def test_closing_ends_the_stream_that_is_open(tokenizer: Tokenizer) -> None:
+    """`with open(…) as session:` around a loop that is left early."""
+    opened = make_session(tokenizer)
+    with opened.session as session:
+        for _ in session.stream(PROMPT):
+            break
+    assert (opened.target.closed, opened.draft.closed) == (1, 1)
 
 
 def test_close(tokenizer: Tokenizer) -> None:

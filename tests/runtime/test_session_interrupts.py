@@ -67,7 +67,7 @@ def test_an_open_stream_keeps_the_session_busy_in_its_own_thread_too(opened: Ope
     stream = opened.session.stream(PROMPT, **OPTIONS)
     opened.session.generate(PROMPT, max_new_tokens=2)  # work begins with the first next
     next(stream)
-    for use in (lambda: opened.session.generate(PROMPT), opened.session.close, opened.session.reset):
+    for use in (lambda: opened.session.generate(PROMPT), opened.session.reset):
         with pytest.raises(SessionBusyError):
             use()
     assert opened.target.closed == 0
@@ -195,11 +195,43 @@ def test_cancelling_after_the_end_changes_nothing(opened: Opened) -> None:
     assert stream.result.finish_reason == "length"
 
 
-def test_cancelling_before_the_start_gives_one_token(opened: Opened) -> None:
+def test_cancelling_before_the_start_runs_nothing(opened: Opened) -> None:
     stream = opened.session.stream(PROMPT, **OPTIONS)
     stream.cancel()
-    assert len(stream.drain().token_ids) == 1
+    assert (stream.drain().token_ids, stream.result.text, stream.result.finish_reason) == ([], "", "cancelled")
+    assert opened.target.calls == []
+    check_usable(opened)
+
+
+def test_cancelling_in_a_long_prefill_ends_between_two_chunks(opened: Opened) -> None:
+    prompt = [*range(1, 42)]  # six chunks of 8
+    opened.gate.shut()
+    stream = opened.session.stream(prompt, **OPTIONS)
+    worker = threading.Thread(target=stream.drain)
+    worker.start()
+    wait_for(opened.gate.entered)
+    stream.cancel()
+    opened.gate.open.set()
+    worker.join()
+    assert (stream.result.token_ids, stream.result.finish_reason) == ([], "cancelled")
+    assert len(opened.target.calls) < 4
+    check_usable(opened)
+
+
+def test_closing_a_stream_from_another_thread_ends_it(opened: Opened) -> None:
+    stream = opened.session.stream(PROMPT, **OPTIONS)
+    next(stream)
+    opened.gate.shut()
+    worker = threading.Thread(target=stream.drain)
+    worker.start()
+    wait_for(opened.gate.entered)
+    stream.close()
+    with pytest.raises(SessionBusyError):
+        opened.session.close()
+    opened.gate.open.set()
+    worker.join()
     assert stream.result.finish_reason == "cancelled"
+    check_usable(opened)
 
 
 # --- async -----------------------------------------------------------------------------------------------------------

@@ -242,18 +242,19 @@ class TestGenerationDefaults:
     @pytest.mark.parametrize(
         ("field", "values"),
         [
-            ("eos_token_id", ["2", 1.5, True, [1, None], {"id": 2}]),
+            ("eos_token_id", ["2", 1.5, True, [1, None], {"id": 2}, [10**400]]),
             ("bos_token_id", ["2", True]),
             ("do_sample", [1, "true"]),
-            ("temperature", [-0.1, "hot", True, float("nan"), float("inf"), [1.0]]),
-            ("top_k", [-1, 2.5, "5", True]),
+            ("temperature", [-0.1, "hot", True, float("nan"), float("inf"), [1.0], 10**400]),
+            ("top_k", [-1, 2.5, "5", True, 10**400]),
             ("top_p", [0, 0.0, 1.01, -1, "1"]),
             ("min_p", [-0.1, 1.5, "0"]),
             ("repetition_penalty", [0, -1, "1", float("inf")]),
-            ("max_new_tokens", [0, -3, 1.5, "8"]),
+            ("max_new_tokens", [0, -3, 1.5, "8", 10**400]),
         ],
     )
     def test_malformed_values_are_named(self, tmp_path: Path, field: str, values: list[Any]) -> None:
         for value in values:
-            with pytest.raises(BundleError, match=rf"generation_config\.json: {field} must be"):
+            with pytest.raises(BundleError, match=rf"generation_config\.json: {field} must be") as caught:
                 defaults(tmp_path, {field: value, "do_sample": True} if field != "do_sample" else {field: value})
+            assert len(str(caught.value)) < len(str(tmp_path)) + 200, "a hostile value is not printed in full"

@@ -54,9 +54,10 @@ def capture(
 ) -> Captured:
     """Write `model` (loaded, on CPU, in eval mode) as an ONNX graph at `path`, its weights at `path` + ".data".
 
-    max_length: tokens of prompt and answer together. max_width: the widest call ever issued, padding included; the
-    buffers have L = max_length + max_width slots, so that no write leaves them. on_stage is told "trace", "convert"
-    and "write" as they begin. The model is afterwards as it was.
+    max_length: tokens of prompt and answer together. max_width: the widest call that may begin at the last token,
+    padding included (a verification; prefill calls may be wider, and end inside max_length). The buffers have
+    L = max_length + max_width slots, so that no write leaves them. on_stage is told "trace", "convert" and "write" as
+    they begin. The model is afterwards as it was.
 
     Raises UsageError when max_length exceeds the model's position table, UnsupportedModelError when the model is
     refused or its attention cannot be captured, CaptureError when torch.export, the conversion or the write fails.

@@ -234,7 +234,7 @@ def _build(
             rounded = _run(path, captured.spec, limits, tokens, options.num_speculative_tokens)
             comparison = parity.compare(logits, rounded, limits.vocab_size)
             parity.check_quantized(info.source.name, comparison)
-            reports.append(_report(role, "quantize", info, comparison, 0.0))
+            reports.append(_report(role, "quantize", info, comparison, parity.MAX_KL))
     model = Model(
         graph=f"{role}/model.onnx",
         architecture=info.config.model_type,

@@ -19,7 +19,16 @@ from draftc.runtime.errors import ParityError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Comparison", "check_capture", "check_quantized", "compare", "eager_logits", "graph_logits", "parity_tokens"]
+__all__ = [
+    "MAX_KL",
+    "Comparison",
+    "check_capture",
+    "check_quantized",
+    "compare",
+    "eager_logits",
+    "graph_logits",
+    "parity_tokens",
+]
 
 # float32 sums in another order differ by about 1e-6 of the largest logit for each of some tens of layers; a wrong mask,
 # scale or position shows as 1e-2 of it and more.

@@ -4,14 +4,15 @@ The models of a pair are compiled one after the other, so memory is that of the 
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from draftc.export.checkpoint import CheckpointInfo
 from draftc.runtime.errors import ResourceError, UsageError
+from draftc.runtime.memory import available_memory, format_bytes
 
-__all__ = ["Requirements", "available_memory", "check", "estimate", "format_bytes"]
+__all__ = ["Requirements", "check", "estimate"]
 
 # Bytes per quantized weight: blocks of 32 values and one fp32 scale each.
 WEIGHT_BYTES = {"fp32": 4.0, "int8": 1 + 4 / 32, "int4": 0.5 + 4 / 32}
@@ -21,7 +22,6 @@ FP32 = 4
 COPIES = 2.0
 BASE_BYTES = 3 << 29  # 1.5 GiB
 GRAPH_BYTES = 32 << 20  # graph, tokenizer and manifest of one model
-CGROUP_FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
 
 @dataclass(frozen=True)
@@ -121,60 +121,3 @@ def check(requirements: Requirements, work_dir: Path) -> None:
             f"compiling needs about {format_bytes(requirements.ram_bytes)} of memory, {format_bytes(memory)} is "
             "available; close other programs, compile on a larger machine, or choose a smaller model"
         )
-
-
-def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process can still take: MemAvailable, or less where its cgroup (v2 or v1) limits it.
-
-    None where the system does not say (not Linux).
-    """
-    limits = [*_meminfo(proc / "meminfo"), *_cgroup_room(proc, cgroup)]
-    return min(limits, default=None)
-
-
-def _meminfo(path: Path) -> Iterator[int]:
-    for line in _lines(path):
-        if line.startswith("MemAvailable:"):
-            yield int(line.split()[1]) * 1024
-
-
-def _cgroup_room(proc: Path, root: Path) -> Iterator[int]:
-    """Room below every limit from the process's own group up to the root."""
-    groups = {"/"}
-    for line in _lines(proc / "self/cgroup"):
-        own = Path(line.split(":", 2)[-1])
-        groups |= {str(group) for group in (own, *own.parents)}
-    for group in groups:
-        for limit_file, usage_file in CGROUP_FILES:
-            *controller, name = limit_file.split("/")
-            folder = root.joinpath(*controller, group.lstrip("/"))
-            limit, usage = _number(folder / name), _number(folder / Path(usage_file).name)
-            if limit is not None and usage is not None:
-                yield max(0, limit - usage + _reclaimable(folder / "memory.stat"))
-
-
-def _reclaimable(path: Path) -> int:
-    """Cached file pages that count as usage, but are given back under pressure."""
-    counters = ("inactive_file ", "total_inactive_file ")  # the second is v1's, for the group and those below it
-    return max((int(line.split()[1]) for line in _lines(path) if line.startswith(counters)), default=0)
-
-
-def _number(path: Path) -> int | None:
-    lines = _lines(path)
-    return int(lines[0]) if lines and lines[0].isdigit() else None  # "max" means no limit
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:  # not there, or not ours to read: no limit known from it
-        return []
-
-
-def format_bytes(count: float) -> str:
-    """Readable size in powers of 1024, as "1.5 GiB"."""
-    units = ["B", "KiB", "MiB", "GiB"]
-    while count >= 1024 and len(units) > 1:
-        count /= 1024
-        units.pop(0)
-    return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"

@@ -175,8 +175,8 @@ def _parity(manifest: Manifest) -> RenderableType:
         return Text("not recorded")
     table = _table("graph", "stage", "layers", "tokens", "max |Δlogit|", "allowed", "KL", "greedy")
     for report in manifest.parity:
-        # A quantized graph is held to a KL divergence, not to a difference of logits.
-        allowed = f"{report.tolerance:.2g}" if report.tolerance else "-"
+        what = "Δ" if report.stage == "capture" else "KL"
+        allowed = f"{what} ≤ {report.tolerance:.2g}" if report.tolerance else "-"
         differences = (f"{report.max_abs_diff:.2g}", allowed, f"{report.kl:.2g}")
         where = (report.graph, report.stage, str(report.layers), str(report.tokens))
         table.add_row(*where, *differences, f"{report.greedy_agreement:.1%}")

@@ -177,8 +177,8 @@ class ParityReport:
     """One comparison at compile time, over `tokens` positions: the capture against eager, or quantized against float.
 
     `max_abs_diff` is over logits, `kl` the mean KL divergence in nats, `greedy_agreement` the share of equal argmax.
-    `layers` is how many of the model's layers took part, `tolerance` the `max_abs_diff` that was allowed: 0 for
-    "quantize", which is judged by its `kl`.
+    `layers` is how many of the model's layers took part, `tolerance` what was allowed: of `max_abs_diff` for "capture",
+    of `kl` for "quantize".
     """
 
     graph: Literal["target", "draft"]

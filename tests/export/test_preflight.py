@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftc.export.checkpoint import peek
-from draftc.export.preflight import Requirements, available_memory, check, estimate, format_bytes
+from draftc.export.preflight import Requirements, check, estimate
 from draftc.runtime.errors import ResourceError, UsageError
+from draftc.runtime.memory import available_memory, format_bytes
 from tests.export.tiny_models import save_folder, tiny_model
 
 GIB = 1 << 30

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -208,12 +209,16 @@ def test_no_file_over_400_lines() -> None:
 # Documents and tracked files
 
 
-def test_every_command_is_in_the_readme_and_explains_itself() -> None:
+def installed_commands() -> dict[str, Any]:
     app = typer.Typer()
     for entry_point in importlib.metadata.entry_points(group="draftc.commands"):
         entry_point.load()(app)
-    group = typer.main.get_command(app)
-    commands = getattr(group, "commands", {})
+    commands: dict[str, Any] = getattr(typer.main.get_command(app), "commands", {})
+    return commands
+
+
+def test_every_command_is_in_the_readme_and_explains_itself() -> None:
+    commands = installed_commands()
     assert set(COMMANDS) <= set(commands)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for name, command in commands.items():
@@ -221,6 +226,21 @@ def test_every_command_is_in_the_readme_and_explains_itself() -> None:
         assert command.help, f"`draftc {name} --help` says nothing"
         unexplained = [p.name for p in command.params if p.param_type_name == "option" and not getattr(p, "help", None)]
         assert unexplained == [], f"options of `draftc {name}` without help"
+
+
+def test_the_options_in_documents_and_scripts_exist() -> None:
+    """In every command line of the form "draftc COMMAND …", continued lines included."""
+    commands = installed_commands()
+    unknown, seen = [], 0
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "scripts" / "demo"):
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ").replace('"$draftc"', "draftc")
+        for name, rest in re.findall(rf"^ *draftc ({'|'.join(commands)})\b(.*)$", text, re.MULTILINE):
+            known = {option for param in commands[name].params for option in (*param.opts, *param.secondary_opts)}
+            used = re.findall(r"(?<=\s)(--?[a-z][a-z-]*)", rest.split("#")[0].split('"')[0])
+            seen += len(used)
+            unknown += [f"{path.name}: draftc {name} {option}" for option in used if option not in known]
+    assert unknown == []
+    assert seen > 10
 
 
 def test_links_between_documents_resolve() -> None:

@@ -99,8 +99,8 @@ def compile_(
     if precision != "fp32":
         bits = 4 if precision == "int4" else 8
         scheme = QuantizationScheme(bits, block_size, symmetric, accuracy_level, quantize_head, quantize_embedding)
-    elif quantize_embedding:
-        raise UsageError("--quantize-embedding needs --precision int4")
+    elif quantize_embedding or block_size != 32 or not symmetric or accuracy_level != 4 or not quantize_head:
+        raise UsageError("options of quantization need --precision int4 or int8")
     options = CompileOptions(
         target=target,
         draft=draft,
@@ -144,10 +144,10 @@ def fetch(
 
     console = Console(stderr=True)
     if name is None:
-        table = Table("recipe", "models", "precision", "K", "what it is", box=None)
         for recipe in catalog.list_recipes():
-            table.add_row(recipe.name, ", ".join(recipe.models), recipe.precision, str(recipe.k), recipe.summary)
-        Console().print(table)
+            print(f"{recipe.name}\n    {recipe.summary}; {recipe.precision}, K = {recipe.k}")
+            for model in recipe.models:
+                print(f"    {model}")
         return
     recipes = {recipe.name: recipe for recipe in catalog.list_recipes()}
     if name in recipes:

@@ -78,15 +78,20 @@ def estimate(
     weights = [FP32 * info.parameters for info in infos]
     call_tokens = max(max_width, min(prefill_chunk, max_length))
     gathered = [FP32 * call_tokens * info.experts_per_token for info in infos]
-    # The peak is at the capture, or at the parity gate: one graph, and what its widest call gathers.
-    peaks = [max(COPIES * size, size + copied) for size, copied in zip(weights, gathered, strict=True)]
+    buffers = [info.shape.kv_bytes(max_length + max_width) for info in infos]
+    # The peak is at the capture, which traces a batch of two, or at the parity gate: one graph, and what its widest
+    # call gathers.
+    peaks = [
+        max(COPIES * size + 2 * kv, size + kv + copied)
+        for size, kv, copied in zip(weights, buffers, gathered, strict=True)
+    ]
     finished = [_finished_bytes(info, per_weight, quantized=precision != "fp32") + GRAPH_BYTES for info in infos]
     bundle = sum(finished)
     return Requirements(
         disk_bytes=bundle + (max(weights) if precision != "fp32" else 0),
         bundle_bytes=bundle,
         ram_bytes=int(max(peaks)) + BASE_BYTES,
-        kv_bytes=sum(info.shape.kv_bytes(max_length + max_width) for info in infos),
+        kv_bytes=sum(buffers),
         gathered_bytes=max(gathered),
         call_tokens=call_tokens,
     )

@@ -142,8 +142,10 @@ def given(**options: Any) -> Options:
     return cast(Options, {name: value for name, value in options.items() if value not in (None, [])})
 
 
-def method_of(method: str | None, plain: bool) -> str | None:
-    """The `method` to ask the API for. Raises UsageError for --plain beside --method."""
+def method_of(method: str | None, plain: bool, k: int | None = None) -> str | None:
+    """The `method` to ask the API for. Raises UsageError for --plain beside --method or -k."""
+    if plain and k is not None:
+        raise UsageError(f"--plain decodes without a drafter and -k {k} sets how far one goes: give one of the two")
     if plain and method is not None:
         raise UsageError(f"--plain decodes without a drafter and --method {method} asks for one: give one of the two")
     return "plain" if plain else method

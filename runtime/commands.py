@@ -110,7 +110,7 @@ def run(
         frequency_penalty=frequency_penalty,
         seed=seed,
         num_speculative_tokens=k,
-        method=cli.method_of(method, plain),
+        method=cli.method_of(method, plain, k),
     )
     request = _request(_prompt_text(prompt, prompt_file), chat, system)
     writer = None if json else AnswerWriter(show_drafts)
@@ -173,7 +173,7 @@ def chat(
         frequency_penalty=frequency_penalty,
         seed=seed,
         num_speculative_tokens=k,
-        method=cli.method_of(method, plain),
+        method=cli.method_of(method, plain, k),
     )
     with draftc.open(out, device=device, threads=threads, check_hashes=check_hashes) as session:
         conversation = Chat(session, options, system, show_drafts, stats)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, cast
 
@@ -125,8 +125,14 @@ class Request:
         )
         stop = options.get("stop", ())
         ends = options.get("stop_token_ids", ())
-        if not all(isinstance(token, int | np.integer) for token in ends):
-            raise UsageError(f"stop_token_ids must be token ids, got {ends!r}")
+        vocabulary = target.limits.vocab_size
+        if not (_is_list(ends) and all(isinstance(t, int | np.integer) and 0 <= t < vocabulary for t in ends)):
+            raise UsageError(f"stop_token_ids must be token ids below {vocabulary}, got {ends!r}")
+        if not isinstance(stop, str) and not _is_list(stop):
+            raise UsageError(f"stop must be a text or a list of texts, got {stop!r}")
+        for name in ("ignore_eos", "echo", "logprobs"):
+            if not isinstance(options.get(name, False), bool | np.bool_):
+                raise UsageError(f"{name} must be True or False, got {options.get(name)!r}")
         self._output = OutputStream(
             tokenizer,
             eos_token_ids=() if options.get("ignore_eos") else defaults.eos_token_ids,
@@ -256,6 +262,10 @@ def _sampling(tokenizer: Tokenizer, options: Options) -> Sampling:
         frequency_penalty=options.get("frequency_penalty", 0.0),
         logit_bias=options.get("logit_bias", {}),
     )
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence | np.ndarray | Set) and not isinstance(value, str | bytes)
 
 
 def check_options(options: Options) -> Options:

@@ -40,6 +40,8 @@ class Sampler:
         for token in sampling.logit_bias:
             if not 0 <= token < vocab_size:
                 raise UsageError(f"logit_bias names token {token}, outside the vocabulary of {vocab_size}")
+        if logits_mask is not None and not callable(logits_mask):
+            raise UsageError(f"logits_mask must be callable, got {logits_mask!r}")
         self.sampling = sampling
         self.seed = secrets.randbits(63) if seed is None else int(seed)
         self._rng = np.random.Generator(np.random.PCG64(self.seed))
@@ -99,6 +101,8 @@ class Sampler:
             scores = penalise(logits, self.sampling, self._seen_counts, self._generated_counts)
         if self._mask is not None:
             allowed = self._mask(tuple(self._generated))
+            if allowed is not None and not (isinstance(allowed, np.ndarray) and allowed.dtype == np.bool_):
+                raise UsageError(f"the logits mask must be an array of bool, got {type(allowed).__name__}")
             if allowed is not None:
                 if allowed.shape != logits.shape:
                     raise UsageError(f"the logits mask has shape {allowed.shape}, expected {logits.shape}")

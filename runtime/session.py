@@ -150,6 +150,8 @@ class Session:
             return self.tokenizer.encode(prompt)
         if isinstance(prompt, bytes | bytearray):
             raise UsageError("the prompt is bytes: decode it to text, or give a list of token ids")
+        if not isinstance(prompt, Sequence | np.ndarray):
+            raise UsageError(f"a prompt is a text, chat messages or token ids, got {prompt!r}")
         items: list[Any] = list(prompt)
         if items and isinstance(items[0], str | list | tuple | np.ndarray):
             raise UsageError("one prompt per call: batches are not served; call generate once for each")
@@ -243,6 +245,8 @@ def open_session(
     compares every file with its sha256 (about a second per 1.5 GB); sizes and paths are always checked. Raises
     BundleError, BackendUnavailableError, UsageError, ResourceError.
     """
+    if not isinstance(path, str | Path):
+        raise UsageError(f"a bundle is opened by its folder's path, got {path!r}")
     bundle = open_bundle(path, hashes=check_hashes)
     manifest = bundle.manifest
     backend = manifest.backend.name

@@ -328,6 +328,7 @@ def test_force_replaces_and_without_it_the_old_bundle_stays(bundle: Path, source
         (["--recipe", "smollm2-135m", "--target", "x"], "either --recipe"),
         (["--target", "x", "--draft", "ngram", "--precision", "int3"], "int3"),
         (["--target", "x", "--draft", "ngram", "--quantize-embedding"], "int4"),
+        (["--target", "x", "--draft", "ngram", "--block-size", "7"], "need --precision"),
         (["--target", "x", "--draft", "ngram", "--precision", "int4", "--block-size", "33"], "block size"),
     ],
 )

@@ -54,6 +54,8 @@ def test_disk_adds_up_over_a_pair_and_memory_is_that_of_the_larger(tmp_path: Pat
     assert both.bundle_bytes == alone.bundle_bytes + small.bundle_bytes
     assert both.ram_bytes == alone.ram_bytes > small.ram_bytes
     assert both.kv_bytes == target.shape.kv_bytes(96) + draft.shape.kv_bytes(96)
+    long = estimate([target], "fp32", max_length=10**9)  # the buffers are traced, and opened: they count as memory
+    assert long.ram_bytes > 2 * long.kv_bytes > 10**12
 
 
 def test_a_mixture_of_experts_counts_what_the_widest_call_gathers(

@@ -184,6 +184,7 @@ def test_run_passes_every_option_on(draftc: Draftc, bundle: FakeBundle, monkeypa
         ("-k 0", "num_speculative_tokens"),
         ("--method medusa", "medusa"),
         ("--plain --method ngram", "--plain"),
+        ("--plain -k 3", "--plain"),
         ("--show-drafts --json", "--show-drafts"),
         ("--logprobs", "--json"),
         ("--no-chat --system s", "--system"),

@@ -359,6 +359,8 @@ def test_a_checkpoint_without_a_template_refuses_messages(tokenizer: Tokenizer) 
         ([[1, 2], [3]], "one prompt per call"),
         (np.zeros((2, 2), np.int64), "one prompt per call"),
         (b"the fox", "the prompt is bytes"),
+        (None, "a prompt is a text, chat messages or token ids, got None"),
+        (5, "a prompt is a text, chat messages or token ids, got 5"),
         ([1, {"role": "user"}], r"prompt\[1\] is \{"),
         ("", "the prompt is empty and this tokenizer adds no BOS token"),
         ([], "the prompt is empty"),
@@ -405,6 +407,11 @@ BAD: list[tuple[dict[str, Any], type[DraftcError], str]] = [
     ({"logit_bias": [3]}, UsageError, "logit_bias must be a map of token ids"),
     ({"seed": 1.5}, UsageError, r"seed must be a whole number of 0 or more, got 1\.5"),
     ({"stop_token_ids": ["x"]}, UsageError, "stop_token_ids must be token ids"),
+    ({"stop_token_ids": 5}, UsageError, "stop_token_ids must be token ids"),
+    ({"stop_token_ids": [10**9]}, UsageError, "stop_token_ids must be token ids below"),
+    ({"stop": 5}, UsageError, "stop must be a text or a list of texts, got 5"),
+    ({"logits_mask": 5}, UsageError, "logits_mask must be callable, got 5"),
+    ({"echo": "no"}, UsageError, "echo must be True or False, got 'no'"),
     ({"method": "medusa"}, UsageError, r"unknown method 'medusa': this bundle offers plain, "),
     ({"stop": [""]}, UsageError, "a stop string must be text"),
     ({"stop": [3]}, UsageError, "a stop string must be text"),
@@ -565,6 +572,12 @@ def test_a_mask_that_allows_nothing_behind_the_end(tokenizer: Tokenizer, method:
     result = session.generate(PROMPT, logits_mask=mask, method=method, temperature=temperature, seed=1)
     assert (result.token_ids, result.finish_reason) == (ids, "stop")
     assert len(ids) - 1 in asked
+
+
+def test_a_mask_that_is_no_array_of_bool(tokenizer: Tokenizer) -> None:
+    mask: Any = lambda generated: [True]  # noqa: E731
+    with pytest.raises(UsageError, match="the logits mask must be an array of bool, got list"):
+        make_session(tokenizer).session.generate(PROMPT, logits_mask=mask)
 
 
 def test_closing_ends_the_stream_that_is_open(tokenizer: Tokenizer) -> None:

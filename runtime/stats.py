@@ -70,7 +70,7 @@ class Stats:
 
     @property
     def other_s(self) -> float:
-        """Decode time outside draft, verify and accept: stop rules and detokenizing."""
+        """Decode time outside draft, verify and accept (which has the stop rules and detokenizing): what joins them."""
         return max(0.0, self.decode_s - self.draft_s - self.verify_s - self.accept_s)
 
     def count(self, proposed: int, accepted: int) -> None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 
 from draftc.runtime.errors import UsageError
-from draftc.runtime.graphio import LOGITS, Dim, GraphSpec, TensorSpec, past_name
+from draftc.runtime.graphio import DRAFT_Q, LOGITS, PAST_Q, Dim, GraphSpec, Tail, TensorSpec, past_name
 from draftc.runtime.strictjson import show
 
 __all__ = ["check_spec"]
@@ -14,7 +14,8 @@ KV_DTYPES = ("float32", "float16", "bfloat16")
 
 
 def check_spec(spec: GraphSpec, where: str, buffer_length: int) -> None:
-    """Raise UsageError unless `spec` is, in any order, `GraphSpec.decoder` of its own layers, heads and dimensions.
+    """Raise UsageError unless `spec` is, in any order, `GraphSpec.decoder` of its own layers, heads and dimensions,
+    with at most one tail.
 
     `where` begins the message. `buffer_length` is L, in tokens. A spec that passes answers all of GraphSpec's
     properties.
@@ -34,6 +35,11 @@ def check_spec(spec: GraphSpec, where: str, buffer_length: int) -> None:
         raise UsageError(f"{where}.inputs: caches are of type {' or '.join(KV_DTYPES)}, got {show(kv_dtype)}")
     *_, rows = _shape(outputs, LOGITS, ("B", "R", None), f"{where}.outputs")
     expected = GraphSpec.decoder(kv, buffer_length, rows, kv_dtype)
+    tails: tuple[tuple[str, Tail], ...] = ((PAST_Q, "draft"), (DRAFT_Q, "verify"))
+    for name, tail in tails:
+        if name in inputs:
+            *_, slots, vocabulary = _shape(inputs, name, ("B", 1, None, None), f"{where}.inputs")
+            expected = expected.with_tail(tail, slots, vocabulary)
     _compare(spec.inputs, expected.inputs, f"{where}.inputs")
     _compare(spec.outputs, expected.outputs, f"{where}.outputs")
 

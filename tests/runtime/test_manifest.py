@@ -20,13 +20,16 @@ from draftc.runtime.manifest import (
     SCHEMA_VERSION,
     Backend,
     DraftModel,
+    EngineInfo,
     FileEntry,
     Manifest,
     Model,
     NgramDraft,
     PairSummary,
     ParityReport,
+    Profile,
     Quantization,
+    Range,
     Source,
     TokenizerInfo,
     parse,
@@ -43,7 +46,9 @@ SHA = "0123456789abcdef" * 4
 # What docs/bundle-format.md lists under "Rules that a schema cannot state", as the messages say it.
 BEYOND_THE_SCHEMA = re.compile(
     r"num_speculative_tokens: must be below|prefill_chunk: must be at most|min_ngram: must be at most|"
-    r"created: must be|vocab_size: must be at most|quantization\.bits: must be|graph: must be in |"
+    r"created: must be|vocab_size: must be at most|quantization\.(bits|format): must be|graph: must be in |"
+    r"opt: must be from|profiles: must be decode|engine: must be (described|absent)|spec tail: must be|"
+    r"its tail must be|"
     r"is not listed in files|must be listed once|expected a finite number|"
     r"\.spec\.(inputs|outputs)(\[\d+\])?: (\"|caches are)"
 )
@@ -100,8 +105,40 @@ def full_manifest() -> Manifest:
     )
 
 
+def engine_manifest() -> Manifest:
+    """A pair of TensorRT engines with tails."""
+    full = full_manifest()
+    assert full.draft.model is not None
+    info = EngineInfo(
+        half="bf16",
+        profiles=(
+            Profile(name="decode", batch=Range(min=1, opt=1, max=4), tokens=Range(min=1, opt=5, max=32), rows=SOME),
+            Profile(name="prefill", batch=SOME, tokens=Range(min=1, opt=256, max=256), rows=Range(min=1, opt=1, max=1)),
+        ),
+        attention_layers=2,
+        cache_layers=5,
+        log="target/build.log",
+    )
+    target = replace(full.target, graph="target/model.engine", engine=info)
+    draft = replace(full.draft.model, graph="draft/model.engine", engine=replace(info, log="draft/build.log"))
+    files = [replace(entry, path=entry.path.replace("model.onnx", "model.engine")) for entry in full.files]
+    return replace(
+        full,
+        backend=Backend(name="tensorrt-rtx", version="1.7.1.116", opset=24, device="cuda", sms=("86", "89")),
+        target=replace(target, spec=target.spec.with_tail("verify", 32, 96)),
+        draft=replace(full.draft, model=replace(draft, spec=draft.spec.with_tail("draft", 32, 96))),
+        files=(
+            *files,
+            FileEntry(path="target/build.log", size=1, sha256=SHA),
+            FileEntry(path="draft/build.log", size=1, sha256=SHA),
+        ),
+    )
+
+
+SOME = Range(min=1, opt=2, max=3)
 FULL: dict[str, Any] = json.loads(to_json(full_manifest()))
-DOCUMENTS = [FULL, documented_example()]
+ENGINES: dict[str, Any] = json.loads(to_json(engine_manifest()))
+DOCUMENTS = [FULL, documented_example(), ENGINES]
 
 
 def edited(path: str, value: object, document: dict[str, Any] = FULL) -> str:
@@ -195,13 +232,17 @@ def test_models_and_lengths() -> None:
             r'pair.predicted_speedup: must be keyed by acceptance from "0" to "1"',
         ),
         ("pair.predicted_speedup", {"0.7": 0}, "pair.predicted_speedup.0.7: must be a finite number above 0, got 0.0"),
-        ("precision", "int3", 'precision: expected "fp32" or "fp16" or "bf16" or "int8" or "int4", got "int3"'),
+        (
+            "precision",
+            "int3",
+            'precision: expected "fp32" or "fp16" or "bf16" or "int8" or "int4" or "fp8", got "int3"',
+        ),
         ("precision", "fp32", "target.quantization.bits: must be absent for precision fp32, got 4"),
         ("target.quantization", None, "target.quantization.bits: must be 4 for precision int4, got null"),
         (
             "target.quantization.block_size",
             33,
-            "target.quantization.block_size: must be 16, 32, 64, 128 or 256, got 33",
+            "target.quantization.block_size: must be 0, 16, 32, 64, 128 or 256, got 33",
         ),
         ("max_length", 0, "max_length: must be from 1 to 2147483647, got 0"),
         ("max_length", 2**31, "max_length: must be from 1 to 2147483647, got 2147483648"),
@@ -234,7 +275,12 @@ def test_models_and_lengths() -> None:
         ("files[2].path", "draft/other.onnx", 'draft.model.graph: "draft/model.onnx" is not listed in files'),
         ("files[1].path", "tokenizer/a", 'tokenizer.path: "tokenizer/tokenizer.json" is not listed in files'),
         ("target.graph", "draft/model.onnx", 'target.graph: must be in target/, got "draft/model.onnx"'),
-        ("backend.name", "tensorrt", 'backend.name: expected "onnxruntime", got "tensorrt"'),
+        (
+            "backend.name",
+            "vulkan",
+            'backend.name: expected "onnxruntime" or "tensorrt-rtx" or "tensorrt", got "vulkan"',
+        ),
+        ("backend.name", "tensorrt", "target.engine: must be described for backend tensorrt, got null"),
     ],
 )
 def test_refusals_name_the_place(path: str, value: object, message: str) -> None:
@@ -469,6 +515,7 @@ PARTS: list[tuple[Any, str, Any]] = [
     (PairSummary, "properties.pair", FULL["pair"]),
     (FileEntry, "properties.files.items", FULL["files"][0]),
     (Source, "$defs.model.properties.source", FULL["target"]["source"]),
+    (EngineInfo, "$defs.engine", ENGINES["target"]["engine"]),
     (Quantization, "$defs.quantization", FULL["target"]["quantization"]),
     (Model, "$defs.model", FULL["target"]),
 ]

@@ -1,7 +1,8 @@
 """From logits to the distribution that a token is drawn from: penalties → temperature → top-k → top-p → min-p.
 
-The order is transformers'. Every function is pure numpy over one row of the vocabulary, and target and draft go through
-the same ones: rejection sampling is exact only if p and q are the realised, warped distributions.
+The order is transformers', whose top-k is the same set as one before the temperature. Every function is pure numpy
+over one row of the vocabulary, and target and draft go through the same ones: rejection sampling is exact only if p and
+q are the realised, warped distributions.
 """
 
 import math
@@ -15,18 +16,24 @@ from draftc.runtime.engine import Logits
 from draftc.runtime.errors import UsageError
 
 __all__ = [
+    "LEAST_DISTANCE",
+    "TEMPERATURES",
     "Distribution",
     "LogitsMask",
     "Sampling",
+    "distances",
     "min_p",
     "nucleus_threshold",
     "penalise",
     "softmax",
-    "top_k",
+    "top_k_threshold",
     "warp",
 ]
 
 Distribution = NDArray[np.float64]  # (V,), sums to 1
+
+TEMPERATURES = (1e-30, 1e30)  # least and largest: float32 holds them and their reciprocals
+LEAST_DISTANCE = np.float32(2.0**-126)  # the smallest float32 that is not denormal
 
 # Given the tokens generated so far, which ids may come next: (V,) bool, or None for all. For structured output.
 LogitsMask = Callable[[Sequence[int]], NDArray[np.bool_] | None]
@@ -122,46 +129,64 @@ def softmax(scores: Logits) -> Distribution:
     return p
 
 
-def top_k(scores: Logits, k: int) -> NDArray[np.int64]:
-    """Ids of the tokens whose score is at least the k-th largest of `scores` (V,), ties with the k-th included."""
-    kth = np.partition(scores, scores.size - k)[scores.size - k]
-    return np.flatnonzero(scores >= kth)
+def distances(scores: Logits) -> Logits:
+    """How far each of `scores` (V,) lies below the largest: what the cuts of top-k and top-p are defined on.
 
-
-def nucleus_threshold(p: Distribution, mass: float) -> float:
-    """The largest t with Σ p[p >= t] >= mass: the nucleus of top-p (Holtzman et al. 2020) is {p >= t}, ties included.
-
-    Tokens of less than (1 - mass) / V each sum to less than 1 - mass, so the others hold the nucleus: only they are
-    sorted, and they are few.
+    Unlike probabilities, distances tell tokens apart at any temperature. They are float32 everywhere, and denormals
+    are zero, as GPUs have it: so a compiled graph cuts in the same place.
     """
-    head = np.sort(p[p >= (1 - mass) / p.size])[::-1]
-    reached = np.searchsorted(np.cumsum(head), mass)
-    return float(head[reached]) if reached < head.size else 0.0  # rounding left the sum of all just under `mass`
+    with np.errstate(over="ignore"):  # infinitely far is right
+        y: Logits = scores.max() - scores
+    y[y < LEAST_DISTANCE] = 0
+    return y
 
 
-def min_p(p: Distribution, ratio: float) -> Distribution:
-    """`p` without tokens of less than `ratio` times the largest probability (Nguyen et al. 2024); not renormalised."""
-    return np.where(p >= ratio * p.max(), p, 0.0)
+def top_k_threshold(y: Logits, k: int) -> float:
+    """The smallest t with k of `y` (V,) or more at y <= t: top-k is {y <= t}, ties with the k-th included."""
+    return float(np.partition(y, k - 1)[k - 1])
+
+
+def nucleus_threshold(y: Logits, weights: Distribution, mass: float) -> float:
+    """The smallest t with Σ weights[y <= t] >= mass · Σ weights.
+
+    The nucleus of top-p (Holtzman et al. 2020) is {y <= t}, ties included. `weights` (V,) fall as `y` (V,) rises.
+
+    Tokens of less than (1 - mass) / V of the sum each have less than 1 - mass of it together, so the others hold the
+    nucleus: only they are sorted, and they are few.
+    """
+    total = weights.sum()
+    head = np.flatnonzero(weights >= (1 - mass) / weights.size * total)
+    head = head[np.argsort(y[head])]
+    reached = np.searchsorted(np.cumsum(weights[head]), mass * total)
+    return float(y[head[reached]]) if reached < head.size else math.inf  # rounding left the sum of all just under it
+
+
+def min_p(weights: Distribution, ratio: float) -> Distribution:
+    """`weights` without tokens of less than `ratio` times the largest (Nguyen et al. 2024)."""
+    return np.where(weights >= ratio * weights.max(), weights, 0.0)
 
 
 def warp(scores: Logits, sampling: Sampling) -> Distribution:
     """The distribution (V,) that a token is drawn from, given penalised `scores` (V,) and a temperature above 0."""
-    # Shifted before the division, so that the largest logit never overflows, however small the temperature.
-    temperature = np.float32(min(max(sampling.temperature, 1e-30), 1e30))
-    with np.errstate(over="ignore"):  # far below the largest: -inf, and a probability of zero, is right
-        shifted = (scores - scores.max()) / temperature
-    if 0 < sampling.top_k < shifted.size:
-        ids = top_k(shifted, sampling.top_k)
-        p = np.zeros(shifted.size)
-        p[ids] = _cut(softmax(shifted[ids]), sampling)
+    y = distances(scores)
+    if 0 < sampling.top_k < y.size:
+        ids = np.flatnonzero(y <= top_k_threshold(y, sampling.top_k))
+        p = np.zeros(y.size)
+        p[ids] = _warp(y[ids], sampling)
         return p
-    return _cut(softmax(shifted), sampling)
+    return _warp(y, sampling)
 
 
-def _cut(p: Distribution, sampling: Sampling) -> Distribution:
-    """Top-p, then min-p, then renormalisation."""
+def _warp(y: Logits, sampling: Sampling) -> Distribution:
+    """Temperature, then top-p, then min-p, then normalisation."""
+    temperature = np.float32(min(max(sampling.temperature, TEMPERATURES[0]), TEMPERATURES[1]))
+    with np.errstate(over="ignore"):  # infinitely far, and a probability of zero, is right
+        weights: Distribution = np.exp(-(y / temperature)).astype(
+            np.float64
+        )  # 1 for the largest, so that nothing overflows
     if sampling.top_p < 1:
-        p = np.where(p >= nucleus_threshold(p, sampling.top_p), p, 0.0)
+        weights = np.where(y <= nucleus_threshold(y, weights, sampling.top_p), weights, 0.0)
     if sampling.min_p > 0:
-        p = min_p(p, sampling.min_p)
-    return p / p.sum() if sampling.top_p < 1 or sampling.min_p > 0 else p
+        weights = min_p(weights, sampling.min_p)
+    weights /= weights.sum()
+    return weights

@@ -20,7 +20,17 @@ from transformers.generation.logits_process import (
 
 from draftc.runtime.engine import Logits
 from draftc.runtime.errors import UsageError
-from draftc.runtime.warp import Sampling, min_p, nucleus_threshold, penalise, softmax, top_k, warp
+from draftc.runtime.warp import (
+    Distribution,
+    Sampling,
+    distances,
+    min_p,
+    nucleus_threshold,
+    penalise,
+    softmax,
+    top_k_threshold,
+    warp,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,10 +96,16 @@ def test_any_combination_is_transformers(
     np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-9)
 
 
-def by_sort(p: NDArray[np.float64], mass: float) -> float:
-    """The nucleus by its definition: the largest t that is in p and has Σ p[p >= t] >= mass."""
-    ordered = np.sort(p)[::-1]
-    return float(next((t for t, total in zip(ordered, np.cumsum(ordered), strict=True) if total >= mass), 0.0))
+def ranks(p: Distribution) -> Logits:
+    """Distances that order the tokens as `p` does, ties included."""
+    return np.unique(-p, return_inverse=True)[1].astype(np.float32)
+
+
+def by_sort(p: Distribution, mass: float) -> float:
+    """The nucleus by its definition: the smallest t with Σ p[ranks <= t] >= mass."""
+    order = np.argsort(-p)
+    reached = np.flatnonzero(np.cumsum(p[order]) >= mass * p.sum())
+    return float(ranks(p)[order[reached[0]]]) if reached.size else math.inf
 
 
 @pytest.mark.parametrize("vocab", [2, 3, 63, 64, 65, 4095, 4096, 4097, 152_064])
@@ -105,7 +121,8 @@ def test_nucleus_threshold_is_that_of_a_full_sort(vocab: int, shape: str) -> Non
     }[shape]
     p = rng.permutation(weights / weights.sum())
     for mass in (1e-9, 0.1, 0.5, 0.9, 0.999, 1 - 1e-12):
-        assert nucleus_threshold(p, mass) == by_sort(p, mass)
+        assert nucleus_threshold(ranks(p), p, mass) == by_sort(p, mass)
+        assert nucleus_threshold(ranks(p), 1024 * p, mass) == by_sort(p, mass)
 
 
 @given(weights=st.lists(st.integers(0, 4), min_size=1, max_size=12).filter(any), mass=st.integers(1, 20))
@@ -113,10 +130,10 @@ def test_nucleus_threshold_is_that_of_a_full_sort(vocab: int, shape: str) -> Non
 def test_the_nucleus_keeps_ties_and_nothing_that_it_could_lose(weights: list[int], mass: int) -> None:
     """All sizes are multiples of 1/64, so that sums are exact and a mass may be met exactly."""
     p = np.array([*weights, 64 - sum(weights)]) / 64
-    threshold = nucleus_threshold(p, mass / 20)
-    nucleus = p[p >= threshold]
-    assert nucleus.sum() >= mass / 20
-    assert nucleus[nucleus > threshold].sum() < mass / 20, "a smaller set that respects ties would do"
+    y = ranks(p)
+    threshold = nucleus_threshold(y, p, mass / 20)
+    assert p[y <= threshold].sum() >= mass / 20
+    assert p[y < threshold].sum() < mass / 20, "a smaller set that respects ties would do"
 
 
 def test_a_nucleus_with_ties_is_not_cut_between_them() -> None:
@@ -125,16 +142,40 @@ def test_a_nucleus_with_ties_is_not_cut_between_them() -> None:
 
 
 def test_rounding_below_the_mass_keeps_everything() -> None:
-    p = np.full(10, 0.1 - 1e-12)
-    assert nucleus_threshold(p, 1 - 1e-16) == 0.0
+    p = np.full(1000, 0.1)  # one order of adding gives another sum than the other
+    assert np.cumsum(p)[-1] < p.sum()
+    assert nucleus_threshold(np.zeros(1000, np.float32), p, 1 - 1e-16) == math.inf
 
 
 def test_top_k_keeps_ties_with_the_kth() -> None:
     scores = np.array([0, 5, 3, 3, 1], np.float32)
-    assert top_k(scores, 2).tolist() == [1, 2, 3]
-    assert top_k(scores, 1).tolist() == [1]
+    assert np.flatnonzero(warp(scores, Sampling(temperature=1, top_k=2))).tolist() == [1, 2, 3]
+    assert np.flatnonzero(warp(scores, Sampling(temperature=1, top_k=1))).tolist() == [1]
+    assert [top_k_threshold(distances(scores), k) for k in (1, 2, 3, 4, 5)] == [0, 2, 2, 4, 5]
     for k in (0, 5, 99):  # off, or nothing to cut
         np.testing.assert_array_equal(warp(scores, Sampling(temperature=1, top_k=k)), softmax(scores))
+
+
+@pytest.mark.parametrize(
+    ("filters", "kept"),
+    [({"top_k": 2}, [1, 3]), ({"top_p": 0.4}, [1, 3]), ({"top_k": 3, "top_p": 0.6}, [1, 3]), ({"top_p": 0.1}, [3])],
+)
+@pytest.mark.parametrize("temperature", [1e9, 1e30])
+def test_the_hottest_temperature_does_not_make_ties(
+    temperature: float, filters: dict[str, Any], kept: list[int]
+) -> None:
+    """The probabilities are equal in float32; which logits are larger is known all the same."""
+    p = warp(np.array([1, 3, 0, 4, 2], np.float32), Sampling(temperature, **filters))
+    assert np.flatnonzero(p).tolist() == kept
+    np.testing.assert_allclose(p[kept], 1 / len(kept), rtol=1e-6)
+
+
+def test_distances_that_float32_only_holds_as_denormals_are_ties() -> None:
+    tiny = np.float32(2.0**-126)
+    y = distances(np.array([2 * tiny, tiny, 1.5 * tiny, -np.inf, 0], np.float32))
+    np.testing.assert_array_equal(y, np.array([0, tiny, 0, np.inf, 2 * tiny], np.float32))
+    with np.errstate(all="raise"):
+        assert distances(np.array([3e38, -3e38], np.float32)).tolist() == [0, math.inf]
 
 
 def test_min_p_is_relative_to_the_largest() -> None:

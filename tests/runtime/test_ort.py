@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from draftc.runtime.decoder import Decoder, Limits
-from draftc.runtime.errors import BackendUnavailableError, BundleError, EngineError, ResourceError, UsageError
+from draftc.runtime.devices import DeviceOptions
+from draftc.runtime.errors import BackendUnavailableError, BundleError, EngineError, ResourceError
 from draftc.runtime.graphio import GraphSpec, TensorSpec
-from draftc.runtime.ort import OrtEngine, check_device, load_onnxruntime
+from draftc.runtime.ort import OrtEngine, load_onnxruntime
 from tests.runtime.fakes import tokens
 from tests.runtime.tiny_model import DIM, TinyModel
 
@@ -35,8 +36,10 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return TINY.save(tmp_path_factory.mktemp("graph") / "model.onnx")
 
 
-def open_engine(path: Path, spec: GraphSpec = SPEC, **options: Any) -> OrtEngine:
-    return OrtEngine(path, spec, **{"max_call": 16, "max_rows": MAX_WIDTH, "threads": 1, **options})
+def open_engine(
+    path: Path, spec: GraphSpec = SPEC, *, max_call: int = 16, max_rows: int = MAX_WIDTH, threads: int | None = 1
+) -> OrtEngine:
+    return OrtEngine(path, spec, max_call=max_call, max_rows=max_rows, options=DeviceOptions(threads=threads))
 
 
 def buffer(address: int) -> NDArray[np.float32]:
@@ -84,8 +87,10 @@ def test_the_last_call_may_end_at_the_end_of_the_buffer(graph: Path) -> None:
     for start in range(0, LENGTH, 8):
         logits = engine.forward(text[start : start + 8], start, MAX_WIDTH)
     np.testing.assert_allclose(logits, TINY.expected(text, MAX_WIDTH), rtol=1e-4, atol=1e-4)
-    with pytest.raises(EngineError, match=f"failed on 2 tokens at {LENGTH - 1}"):
+    with pytest.raises(EngineError, match=f"2 tokens at {LENGTH - 1} do not fit into KV buffers of {LENGTH}"):
         engine.forward(tokens(1, 2), LENGTH - 1, 1)
+    with pytest.raises(EngineError, match="ONNX Runtime failed on 2 tokens at 3: "):
+        engine.forward(tokens(1, VOCAB), 3, 1)  # no such row in the embedding
     # A failed call leaves the engine usable.
     np.testing.assert_allclose(engine.forward(text[:8], 0, 1), TINY.expected(text[:8], 1), rtol=1e-4, atol=1e-4)
 
@@ -102,14 +107,22 @@ def test_logits_are_a_view_of_one_buffer(graph: Path) -> None:
 def test_a_repeated_width_is_bound_once(graph: Path) -> None:
     """A step of the loop binds nothing: the two widths that it alternates between are kept."""
     engine = open_engine(graph, max_call=40)
-    bindings = [engine._bindings]
     for start in range(0, 30, 5):
         engine.forward(tokens(1, 2, 3, 4), start, 4)
         engine.forward(tokens(5), start + 4, 1)
-    assert set(bindings[0]) == {(4, 4), (1, 1)}
-    kept = dict(bindings[0])
+    assert set(engine._calls) == {(4, 4), (1, 1)}
+    kept = dict(engine._calls)
     engine.forward(tokens(1, 2, 3, 4), 30, 4)
-    assert engine._bindings == kept
+    assert engine._calls == kept
+
+
+def test_a_full_chunk_is_bound_once_and_the_end_of_a_prompt_each_time(tmp_path: Path) -> None:
+    length = 300
+    spec = GraphSpec.decoder([(1, DIM, DIM)], length, VOCAB, "float32")
+    engine = open_engine(TinyModel(length, VOCAB).save(tmp_path / "model.onnx"), spec, max_call=100)
+    for start, width in ((0, 100), (100, 100), (200, 70)):
+        engine.forward(np.arange(width) % VOCAB, start, 1)
+    assert set(engine._calls) == {(100, 1)}
 
 
 def test_half_precision_caches(tmp_path: Path) -> None:
@@ -146,9 +159,11 @@ def test_clearing_zeroes_all_of_a_buffer(graph: Path, tmp_path: Path, kv_dtype: 
         graph = TINY.save(tmp_path / "half.onnx", kv_type=TensorProto.FLOAT16)
     engine = open_engine(graph, GraphSpec.decoder([(1, DIM, DIM)], LENGTH, VOCAB, kv_dtype), max_call=LENGTH)
     engine.forward(np.arange(LENGTH) % VOCAB, 0, 1)
-    assert all(value.numpy().any() for value in engine._kv.values())
+    assert engine._buffers is not None
+    caches = engine._buffers.kv.values()
+    assert all(value.numpy().any() for value in caches)
     engine.clear()
-    assert not any(value.numpy().any() for value in engine._kv.values())
+    assert not any(value.numpy().any() for value in caches)
 
 
 def test_closing_twice(graph: Path) -> None:
@@ -243,21 +258,7 @@ def test_sizes_that_the_schema_allows_and_no_address_can_hold(tmp_path: Path, mo
     with pytest.raises(ResourceError, match="no memory for KV buffers"):
         open_engine(path, GraphSpec.decoder([(1, DIM, DIM)], 2**61, VOCAB, "float32"))
     with pytest.raises(ResourceError, match="no memory for KV buffers"):
-        open_engine(path, max_call=2**62)
-
-
-@pytest.mark.parametrize("device", ["cuda", "tpu", "CPU", ""])
-def test_an_unknown_device(graph: Path, device: str) -> None:
-    with pytest.raises(UsageError, match=f"unknown device '{device}': this backend serves cpu"):
-        open_engine(graph, device=device)
-    with pytest.raises(UsageError, match="unknown device"):
-        check_device(device)
-
-
-@pytest.mark.parametrize("threads", [0, -1])
-def test_threads_below_one(graph: Path, threads: int) -> None:
-    with pytest.raises(UsageError, match=f"threads must be 1 or more, got {threads}"):
-        open_engine(graph, threads=threads)
+        open_engine(path, max_rows=2**62)
 
 
 # --- the process around it -------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torch.export import Dim, ExportedProgram
 from transformers import PreTrainedModel
 
 from draftc.export.families import check_supported
+from draftc.export.half import Float32Scalars
 from draftc.export.rope import fixed_rope
 from draftc.export.seams import OPSET, ProbeCache, ScatterCache, cache_argument, seams_in_place
 from draftc.runtime.errors import CaptureError, DraftcError, UsageError
@@ -147,7 +148,7 @@ def _trace(model: PreTrainedModel, kv: _CacheShapes, length: int, table: int | N
     example = (ids.long(), index.long(), positions.long(), past)
     b, s, r = Dim("B", min=1), Dim("S", min=1), Dim("R", min=1)
     dynamic = ({0: b, 1: s}, {0: b}, {0: b, 1: r}, [({0: b}, {0: b})] * len(kv))
-    with seams_in_place(model), torch.no_grad():
+    with seams_in_place(model), torch.no_grad(), Float32Scalars():
         return torch.export.export(_Step(model, table).eval(), example, dynamic_shapes=dynamic, strict=False)
 
 
@@ -177,7 +178,10 @@ def _convert(program: ExportedProgram, spec: GraphSpec) -> ir.Model:
 
 
 def _forget_origins(model: ir.Model) -> None:
-    """Drop the exporter's notes for debugging: stack traces with this machine's file names, and its own symbols."""
+    """Drop the exporter's notes for debugging: stack traces with this machine's file names, and its own symbols.
+
+    Of an inner value's shape, the static dimensions stay: passes ask for head counts and sizes.
+    """
     graph = model.graph
     values = [*graph.inputs, *graph.initializers.values()]
     for node in graph.all_nodes():
@@ -188,7 +192,7 @@ def _forget_origins(model: ir.Model) -> None:
     for value in values:
         value.metadata_props.clear()
         if id(value) not in named and value.shape is not None and not value.shape.is_static():
-            value.shape = None
+            value.shape = ir.Shape(dim if isinstance(dim, int) else None for dim in value.shape)
     graph.metadata_props.clear()
     model.metadata_props.clear()
 

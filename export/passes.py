@@ -1,10 +1,8 @@
-"""Lowering: passes over the portable graph, one class for one job; `result.modified` tells if it did anything.
+"""Passes over weights, and what passes share; `result.modified` tells if one did anything.
 
-`LOWERINGS` names, for each backend, the passes that turn the portable graph into what that backend runs best. The
-quantizer is a pass of its own module (`quantize`), because it is a choice of the user and not of the backend.
+Other passes have modules of their own: `fusions`, `attention`, `quantize`, `tails`. Which of them a backend's graphs go
+through is said in `lowering`.
 """
-
-from collections.abc import Callable
 
 import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
@@ -13,12 +11,10 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from draftc.runtime.graphio import INPUT_IDS
 
 __all__ = [
-    "LOWERINGS",
     "MICROSOFT",
     "FuseTransposedWeights",
     "SplitGemms",
     "constant_weight",
-    "lower",
     "replace_node",
     "traced_weight",
 ]
@@ -126,13 +122,3 @@ class FuseTransposedWeights(InPlacePass):
             model.opset_imports[MICROSOFT] = 1
             RemoveUnusedNodesPass()(model)
         return PassResult(model, modified)
-
-
-LOWERINGS: dict[str, tuple[Callable[[], InPlacePass], ...]] = {"onnxruntime": (FuseTransposedWeights,)}
-
-
-def lower(model: ir.Model, backend: str) -> ir.Model:
-    """Apply the passes of `backend` to `model`, in place."""
-    for make in LOWERINGS[backend]:
-        make()(model)
-    return model

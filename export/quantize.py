@@ -1,14 +1,15 @@
-"""Weight-only quantization to ONNX Runtime's MatMulNBits, one weight at a time.
+"""Weight-only quantization, one weight at a time: which products are rewritten, and that none is forgotten.
 
-ONNX Runtime's own quantizer does the arithmetic. The graph is rewritten here rather than by it, because its graph walk
-wants the whole model in one protobuf and leaves `MatMul(x, Transpose(W))`, the form of every tied head, in float
-without a word.
+How a rounded weight is written down is a `WeightForm`: ONNX Runtime's MatMulNBits (`NBits`, here), or standard
+dequantization for TensorRT (`qdq.Dequantize`). For the first, ONNX Runtime's own quantizer does the arithmetic. The
+graph is rewritten here rather than by it, because its graph walk wants the whole model in one protobuf and leaves
+`MatMul(x, Transpose(W))`, the form of every tied head, in float without a word.
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -20,15 +21,16 @@ from draftc.export.passes import MICROSOFT, SplitGemms, constant_weight, replace
 from draftc.runtime.errors import CaptureError, UsageError
 from draftc.runtime.graphio import INPUT_IDS, LOGITS
 
-__all__ = ["QuantizationScheme", "QuantizeWeights"]
+__all__ = ["NBits", "QuantizationScheme", "QuantizeWeights", "WeightForm", "new_initializer"]
 
 
 @dataclass(frozen=True)
 class QuantizationScheme:
     """How weights are rounded: `bits` (4 or 8) in blocks of `block_size` inputs, round to nearest.
 
-    `accuracy_level` 4 lets the kernel quantize activations to int8 as it multiplies. `head` and `embedding` say whether
-    the output head and the embedding table (4 bits only) take part. Raises UsageError when a value is not offered.
+    A `block_size` of 0 is one scale for each output. `format` "fp8" (E4M3) has that alone, and 8 bits. `accuracy_level`
+    4 lets the kernel quantize activations to int8 as it multiplies. `head` and `embedding` say whether the output head
+    and the embedding table (4 bits only) take part. Raises UsageError when a value is not offered.
     """
 
     bits: int
@@ -37,20 +39,38 @@ class QuantizationScheme:
     accuracy_level: int = 4
     head: bool = True
     embedding: bool = False
+    format: Literal["int", "fp8"] = "int"
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
             raise UsageError(f"bits must be 4 or 8, got {self.bits}")
-        if self.block_size not in (16, 32, 64, 128, 256):
-            raise UsageError(f"block size must be 16, 32, 64, 128 or 256, got {self.block_size}")
+        if self.block_size not in (0, 16, 32, 64, 128, 256):
+            raise UsageError(
+                f"block size must be 0 (one scale per output), 16, 32, 64, 128 or 256, got {self.block_size}"
+            )
         if not 0 <= self.accuracy_level <= 4:
             raise UsageError(f"accuracy level must be 0 to 4, got {self.accuracy_level}")
         if self.embedding and self.bits != 4:
             raise UsageError("the embedding table can be quantized at int4 only: leave out --quantize-embedding")
 
 
+class WeightForm(Protocol):
+    """How a graph says "x times this rounded weight"."""
+
+    def round(self, graph: ir.Graph, weight: ir.Value, transposed: bool) -> list[ir.Value]:
+        """The initializers that stand for a weight (K, N), or (N, K) where `transposed`."""
+
+    def product(self, graph: ir.Graph, node: ir.Node, rounded: list[ir.Value], rows: int, columns: int) -> ir.Node:
+        """A node for `node`'s first operand times the rounded weight (rows, columns); what else it needs goes before
+        `node`.
+        """
+
+    def embedding(self, graph: ir.Graph, node: ir.Node) -> ir.Node:
+        """A node for a Gather of token ids from a rounded table. Raises UsageError where the form has none."""
+
+
 class QuantizeWeights(InPlacePass):
-    """MatMul(x, W) → MatMulNBits(x, Wq, scales), for every 2-D constant W; Gather(W, ids) → GatherBlockQuantized.
+    """MatMul(x, W) → a product with W rounded, for every 2-D constant W; with scheme.embedding its Gathers too.
 
     After `call`, `quantized` counts the rewritten MatMuls, `left_in_float` names the weights that other products still
     read as floats (a head that was left out, experts that a Gather selects), and `float_share` is their part of all
@@ -58,14 +78,19 @@ class QuantizeWeights(InPlacePass):
     neither quantized nor named: an earlier stage then changed its form.
     """
 
-    def __init__(self, scheme: QuantizationScheme, on_weight: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        scheme: QuantizationScheme,
+        on_weight: Callable[[int, int], None] | None = None,
+        form: WeightForm | None = None,
+    ) -> None:
         super().__init__()
         self.scheme = scheme
+        self.form = NBits(scheme) if form is None else form
         self.quantized = 0
         self.left_in_float: list[str] = []
         self.float_share = 0.0
         self._on_weight = on_weight or (lambda done, total: None)
-        self._quantizer = _onnxruntime_quantizer(scheme)
         self._rounded: dict[tuple[ir.Value, bool], list[ir.Value]] = {}  # (weight, transposed) → operands
 
     def call(self, model: ir.Model) -> PassResult:
@@ -85,37 +110,20 @@ class QuantizeWeights(InPlacePass):
         self._account(model, products)
         if self.scheme.embedding:
             self._quantize_embedding(model.graph)
-        model.opset_imports[MICROSOFT] = 1
+        if any(node.domain == MICROSOFT for node in model.graph):
+            model.opset_imports[MICROSOFT] = 1
         RemoveUnusedNodesPass()(model)
         return PassResult(model, True)
 
     def _quantize_matmul(self, graph: ir.Graph, node: ir.Node, weight: ir.Value, transposed: bool) -> None:
         if (weight, transposed) not in self._rounded:
-            self._rounded[weight, transposed] = self._round(graph, weight, transposed)
+            self._rounded[weight, transposed] = self.form.round(graph, weight, transposed)
         assert weight.const_value is not None
         rows, columns = weight.const_value.shape.numpy()
-        attributes = {
-            "K": columns if transposed else rows,
-            "N": rows if transposed else columns,
-            "bits": self.scheme.bits,
-            "block_size": self.scheme.block_size,
-            "accuracy_level": self.scheme.accuracy_level,
-        }
-        operands = [node.inputs[0], *self._rounded[weight, transposed]]
-        replace_node(graph, node, ir.node("MatMulNBits", operands, attributes, domain=MICROSOFT, name=node.name))
+        if transposed:
+            rows, columns = columns, rows
+        replace_node(graph, node, self.form.product(graph, node, self._rounded[weight, transposed], rows, columns))
         self.quantized += 1
-
-    def _round(self, graph: ir.Graph, weight: ir.Value, transposed: bool) -> list[ir.Value]:
-        """The operands that stand for a weight: packed blocks, scales, and zero points where the scheme has them."""
-        assert weight.const_value is not None
-        array = weight.const_value.numpy()
-        matrix = np.ascontiguousarray(array.T if transposed else array, np.float32)  # (K, N)
-        packed, scales, zero_points = self._quantizer.qbits_block_quant(matrix)
-        name = f"{weight.name}{'_t' if transposed else ''}_q{self.scheme.bits}"
-        operands = [_initializer(graph, name, packed), _initializer(graph, f"{name}_scales", scales)]
-        if not self.scheme.symmetric:
-            operands.append(_initializer(graph, f"{name}_zero_points", zero_points))
-        return operands
 
     def _account(self, model: ir.Model, products: int) -> None:
         """Name what stays in float; of the `products` that there were, none may be missing."""
@@ -136,21 +144,67 @@ class QuantizeWeights(InPlacePass):
         if not gathers:
             raise UsageError("no embedding table was found behind input_ids: leave out --quantize-embedding")
         for node in gathers:
-            table = node.inputs[0]
-            assert table is not None
-            assert table.const_value is not None
-            array = table.const_value.numpy()  # (V, d)
-            scheme = self.scheme
-            packed, scales, zeros = self._quantizer.quantize_ndarray(array, 1, scheme.block_size, scheme.symmetric)
-            dtype = ir.DataType.INT4 if scheme.symmetric else ir.DataType.UINT4
-            name = f"{table.name}_gather_q4"
-            codes = ir.PackedTensor(packed, dtype, shape=ir.Shape(array.shape), name=name)
-            inputs = [_initializer(graph, name, codes), node.inputs[1], _initializer(graph, f"{name}_scales", scales)]
-            if zeros is not None:
-                points = ir.PackedTensor(zeros, dtype, shape=ir.Shape(scales.shape), name=f"{name}_zero_points")
-                inputs.append(_initializer(graph, f"{name}_zero_points", points))
-            attributes = {"gather_axis": 0, "quantize_axis": 1, "block_size": scheme.block_size}
-            replace_node(graph, node, ir.node("GatherBlockQuantized", inputs, attributes, domain=MICROSOFT))
+            replace_node(graph, node, self.form.embedding(graph, node))
+
+
+class NBits:
+    """ONNX Runtime's form: MatMulNBits(x, packed blocks, scales, zero points), and GatherBlockQuantized."""
+
+    def __init__(self, scheme: QuantizationScheme) -> None:
+        if scheme.block_size == 0 or scheme.format != "int":
+            raise UsageError("ONNX Runtime's MatMulNBits has integers in blocks of 16 to 256: choose a --block-size")
+        self.scheme = scheme
+        self._quantizer = _onnxruntime_quantizer(scheme)
+
+    def round(self, graph: ir.Graph, weight: ir.Value, transposed: bool) -> list[ir.Value]:
+        """Packed blocks, scales, and zero points where the scheme has them."""
+        assert weight.const_value is not None
+        array = weight.const_value.numpy()
+        dtype = array.dtype
+        matrix = np.ascontiguousarray(array.T if transposed else array, np.float32)  # (K, N)
+        packed, scales, zero_points = self._quantizer.qbits_block_quant(matrix)
+        name = f"{weight.name}{'_t' if transposed else ''}_q{self.scheme.bits}"
+        operands = [
+            new_initializer(graph, name, packed),
+            new_initializer(graph, f"{name}_scales", scales.astype(dtype)),  # the activations' type
+        ]
+        if not self.scheme.symmetric:
+            operands.append(new_initializer(graph, f"{name}_zero_points", zero_points))
+        return operands
+
+    def product(self, graph: ir.Graph, node: ir.Node, rounded: list[ir.Value], rows: int, columns: int) -> ir.Node:
+        """MatMulNBits."""
+        attributes = {
+            "K": rows,
+            "N": columns,
+            "bits": self.scheme.bits,
+            "block_size": self.scheme.block_size,
+            "accuracy_level": self.scheme.accuracy_level,
+        }
+        return ir.node("MatMulNBits", [node.inputs[0], *rounded], attributes, domain=MICROSOFT, name=node.name)
+
+    def embedding(self, graph: ir.Graph, node: ir.Node) -> ir.Node:
+        """GatherBlockQuantized."""
+        table = node.inputs[0]
+        assert table is not None
+        assert table.const_value is not None
+        array = table.const_value.numpy()  # (V, d)
+        scheme = self.scheme
+        wide = np.ascontiguousarray(array, np.float32)
+        packed, scales, zeros = self._quantizer.quantize_ndarray(wide, 1, scheme.block_size, scheme.symmetric)
+        dtype = ir.DataType.INT4 if scheme.symmetric else ir.DataType.UINT4
+        name = f"{table.name}_gather_q4"
+        codes = ir.PackedTensor(packed, dtype, shape=ir.Shape(array.shape), name=name)
+        inputs = [
+            new_initializer(graph, name, codes),
+            node.inputs[1],
+            new_initializer(graph, f"{name}_scales", scales.astype(array.dtype)),
+        ]
+        if zeros is not None:
+            points = ir.PackedTensor(zeros, dtype, shape=ir.Shape(scales.shape), name=f"{name}_zero_points")
+            inputs.append(new_initializer(graph, f"{name}_zero_points", points))
+        attributes = {"gather_axis": 0, "quantize_axis": 1, "block_size": scheme.block_size}
+        return ir.node("GatherBlockQuantized", inputs, attributes, domain=MICROSOFT)
 
 
 def _float_products(model: ir.Model) -> list[list[ir.Value]]:
@@ -186,8 +240,9 @@ def _onnxruntime_quantizer(scheme: QuantizationScheme) -> Any:
     return nbits.DefaultWeightOnlyQuantizer(config)
 
 
-def _initializer(graph: ir.Graph, name: str, data: "NDArray[Any] | ir.PackedTensor[Any]") -> ir.Value:
-    tensor = data if isinstance(data, ir.PackedTensor) else ir.tensor(data, name=name)
+def new_initializer(graph: ir.Graph, name: str, data: "NDArray[Any] | ir.TensorProtocol") -> ir.Value:
+    """Register `data` as an initializer called `name`."""
+    tensor = ir.tensor(data, name=name) if isinstance(data, np.ndarray) else data
     value = ir.Value(
         name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
     )

@@ -8,7 +8,8 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from draftc.export.passes import FuseTransposedWeights, SplitGemms, constant_weight, lower
+from draftc.export.lowering import lower
+from draftc.export.passes import FuseTransposedWeights, SplitGemms, constant_weight
 
 K, N = 8, 6
 WEIGHT = np.random.default_rng(0).normal(size=(N, K)).astype(np.float32)
@@ -71,7 +72,7 @@ def test_a_tied_table_stays_one_initializer() -> None:
     gather = ir.node("Gather", [table, model.graph.inputs[0]])
     model.graph.append(gather)
     model.graph.outputs.append(gather.outputs[0])
-    lower(model, "onnxruntime")
+    lower(model, "onnxruntime", "cpu")
     assert ops(model) == ["FusedMatMul", "Gather"]
     assert list(model.graph.initializers) == ["w"]
     assert [node.inputs[i] for node, i in zip(model.graph, (1, 0), strict=True)] == [table, table]

@@ -13,15 +13,16 @@ from draftc.runtime.check_numerics import Difference, difference, rows_of
 from draftc.runtime.decoder import Decoder
 from draftc.runtime.drafter import Drafter
 from draftc.runtime.engine import Engine, Logits, Tokens
+from draftc.runtime.errors import EngineError
 from draftc.runtime.gof import total_variation
 from draftc.runtime.graphio import GraphSpec
 from draftc.runtime.kvcache import TokenBuffer
-from draftc.runtime.loop import Loop
+from draftc.runtime.loop import Loop, LoopMaker
 from draftc.runtime.sampler import Sampler
 from draftc.runtime.stats import Stats
 from draftc.runtime.warp import Distribution, Sampling
 
-__all__ = ["MIN_TOKENS", "Bets", "DrawSeries", "LogitTap", "tapped"]
+__all__ = ["MIN_TOKENS", "Bets", "DeviceDrawSeries", "DrawSeries", "LogitTap", "tapped"]
 
 MIN_TOKENS = 2  # of every draw, so that a rejection is followed by another step
 PILOTS = 3  # draws that only measure the time of one
@@ -164,7 +165,7 @@ class DrawSeries:
     def record(self, draw: _Draw) -> None:
         """Count a draw at the prefix at hand."""
         self.draws += 1
-        self.tokens += len(draw.drawn)
+        self.tokens += len(draw.drawn) or len(draw.first)
         self.proposed += draw.stats.proposed
         self.accepted += draw.stats.accepted
         self.drift |= difference(draw.row, self.reference)
@@ -179,6 +180,29 @@ class DrawSeries:
         for proposal in draw.proposals:
             for x, q in zip(proposal.tokens.tolist(), proposal.q or (), strict=False):
                 self.proposal.add(x == int(q.argmax()), float(q.max()))
+
+
+class DeviceDrawSeries(DrawSeries):
+    """Draws through a backend's own loop, whose logits nobody sees: only the tables of tokens are filled."""
+
+    def __init__(
+        self, method: str, drafter: Drafter, setting: str, sampling: Sampling, k: int, loops: LoopMaker
+    ) -> None:
+        super().__init__(method, drafter, setting, sampling, k)
+        self._loops = loops
+        self._untapped = drafter
+
+    def draw(self, target: Decoder, tap: "LogitTap", prefix: Tokens, seed: int) -> _Draw:
+        """The tokens of one step behind `prefix`. Raises EngineError where the backend's loop does not serve them."""
+        sampler = Sampler(self.sampling, prefix.tolist(), target.limits.vocab_size, seed)
+        text = TokenBuffer(prefix, prefix.size + MIN_TOKENS + self.k)
+        stats = Stats()
+        with tap.lifted(target):
+            loop = self._loops.loop(target, self._untapped, text, sampler, lambda token: True, stats)
+            if loop is None:
+                raise EngineError(f"the device's loop does not serve {self.method} with {self.setting}")
+            step = loop.step(self.k)
+        return _Draw([], [], step.tokens, step.accepted, stats, self.reference)
 
 
 def _node(history: tuple[int, ...], p: Distribution, reach: float) -> _Node:
@@ -212,6 +236,15 @@ class LogitTap:
         """See Engine.forward."""
         self.rows = self._engine.forward(tokens, start, rows)
         return self.rows
+
+    @contextmanager
+    def lifted(self, decoder: Decoder) -> Iterator[None]:
+        """`decoder` with the engine itself, for a while: a backend's own loop knows its engine by identity."""
+        decoder.engine = self._engine
+        try:
+            yield
+        finally:
+            decoder.engine = self
 
     def clear(self) -> None:
         """Clear the engine."""

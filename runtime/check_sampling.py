@@ -14,6 +14,9 @@ tests look at the same draws:
   losslessness rests on q being what the proposal was drawn from; an error there is a large one in the proposals and
   a small one in the output. Chosen proposals (n-grams) have no q to test.
 
+Where a backend has a loop of its own (on a GPU's memory), the G-test is made for that one too: nobody sees its logits,
+so it has no other test.
+
 The p-values are proven bounds (see gof), so that a sound bundle fails once in 1 / ALPHA runs, over all tests together.
 """
 
@@ -25,7 +28,7 @@ from time import perf_counter
 
 import numpy as np
 
-from draftc.runtime.check_draws import MIN_TOKENS, Bets, DrawSeries, tapped
+from draftc.runtime.check_draws import MIN_TOKENS, Bets, DeviceDrawSeries, DrawSeries, tapped
 from draftc.runtime.check_greedy import greedy
 from draftc.runtime.check_numerics import Difference, rows_of
 from draftc.runtime.engine import Tokens
@@ -181,7 +184,7 @@ class SamplingDetails:
         fewest = min((case.draws for case in self.cases), default=0)
         if not self.enough:
             return f"not enough draws: {fewest} of the {MIN_DRAWS} that each case needs"
-        detects = max(case.lean.detects for case in self.cases)
+        detects = max(case.lean.detects for case in self.cases if case.lean.events)
         return (
             f"{sum(case.draws for case in self.cases)} draws in {len(self.cases)} cases fit the target's distribution "
             f"(smallest p {min(case.smallest_p for case in self.cases):.2g}; shifts of {detects:.3f} or "
@@ -220,6 +223,13 @@ def check_sampling(
         for method, drafter in session.drafters.items()
         for name, sampling in SETTINGS.items()
     ]
+    if session.loops is not None:
+        runs += [
+            DeviceDrawSeries(method, drafter, f"{name}, on the device", sampling, k, session.loops)
+            for method, drafter in session.drafters.items()
+            for name, sampling in SETTINGS.items()
+            if not sampling.edits_logits
+        ]
     session.reset()
     with tapped(session.target) as tap:
         seconds = [run.seconds_per_draw(session.target, tap, prefixes[0]) for run in runs]

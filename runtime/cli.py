@@ -16,14 +16,16 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from draftc.runtime.console import printable
-from draftc.runtime.errors import DraftcError
+from draftc.runtime.errors import DraftcError, DraftcWarning
 
 __all__ = ["build_app", "main"]
 
@@ -107,7 +109,8 @@ class _Group(TyperGroup):
         """Run the subcommand, or say in one line why it cannot be done."""
         try:
             try:
-                return super().invoke(ctx)
+                with _noting_warnings():
+                    return super().invoke(ctx)
             finally:
                 sys.stdout.flush()  # here rather than at exit, where a full disk would go unexplained
         except KeyboardInterrupt as interrupt:
@@ -129,6 +132,22 @@ class _Group(TyperGroup):
     def _traceback(self, ctx: Any) -> None:
         if ctx.params.get("debug"):
             traceback.print_exc()
+
+
+@contextmanager
+def _noting_warnings() -> Iterator[None]:
+    """Write draftc's own warnings as notes, on one line each, and others as ever."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def note(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, DraftcWarning):
+                typer.echo(f"draftc: note: {printable(' '.join(str(message).split()))}", err=True)
+            else:
+                show(message, category, *where, **more)
+
+        warnings.showwarning = note
+        yield
 
 
 def _root(

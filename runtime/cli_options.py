@@ -5,7 +5,7 @@ Ranges are checked by the API, whose messages name the value and what is allowed
 
 import inspect
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypedDict, cast
 
 import typer
 
@@ -15,21 +15,26 @@ from draftc.runtime.request import Options
 __all__ = [
     "BundleFolder",
     "CheckHashes",
+    "CudaGraph",
     "Device",
+    "DraftDevice",
     "FrequencyPenalty",
     "IgnoreEos",
     "MaxNewTokens",
     "Method",
     "MinP",
+    "Opening",
     "Plain",
     "PresencePenalty",
     "Prompts",
+    "ProviderOptions",
     "RepetitionPenalty",
     "Seed",
     "ShowDrafts",
     "SpeculativeTokens",
     "Stop",
     "System",
+    "TargetDevice",
     "Temperature",
     "Threads",
     "TopK",
@@ -37,6 +42,7 @@ __all__ = [
     "given",
     "help_text",
     "method_of",
+    "opening",
 ]
 
 SAMPLING = "Sampling"
@@ -123,7 +129,40 @@ Plain = Annotated[
     bool, typer.Option("--plain", help="Decode with the target alone, for comparison.", rich_help_panel=SPECULATION)
 ]
 
-Device = Annotated[str, typer.Option("--device", help="Where the graphs run.", rich_help_panel=ENGINE)]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="cpu|cuda|cuda:N",
+        help="Where the models run. Default: what the bundle was compiled for.",
+        rich_help_panel=ENGINE,
+    ),
+]
+TargetDevice = Annotated[
+    str | None,
+    typer.Option("--target-device", metavar="DEVICE", help="… the target alone.", rich_help_panel=ENGINE),
+]
+DraftDevice = Annotated[
+    str | None,
+    typer.Option("--draft-device", metavar="DEVICE", help="… the draft model alone.", rich_help_panel=ENGINE),
+]
+CudaGraph = Annotated[
+    bool,
+    typer.Option(
+        "--cuda-graph/--no-cuda-graph",
+        help="On a GPU: replay calls of a shape that came before as one CUDA graph.",
+        rich_help_panel=ENGINE,
+    ),
+]
+ProviderOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--provider-option",
+        metavar="KEY=VALUE",
+        help="For ONNX Runtime's CUDA provider, as gpu_mem_limit=8589934592. May be given several times.",
+        rich_help_panel=ENGINE,
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", help="Threads per graph. Default: one per core.", rich_help_panel=ENGINE)
 ]
@@ -135,6 +174,45 @@ CheckHashes = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+
+
+class Opening(TypedDict):
+    """Arguments of `draftc.runtime.open` behind the folder."""
+
+    device: str | None
+    target_device: str | None
+    draft_device: str | None
+    threads: int | None
+    cuda_graph: bool
+    provider_options: dict[str, str]
+    check_hashes: bool
+
+
+def opening(
+    device: str | None,
+    target_device: str | None,
+    draft_device: str | None,
+    threads: int | None,
+    cuda_graph: bool,
+    provider_options: list[str] | None,
+    check_hashes: bool,
+) -> Opening:
+    """What the options of this panel mean to `draftc.runtime.open`. Raises UsageError for one that is not KEY=VALUE."""
+    pairs: dict[str, str] = {}
+    for option in provider_options or []:
+        key, equals, value = option.partition("=")
+        if not key or not equals:
+            raise UsageError(f"--provider-option takes KEY=VALUE, as gpu_mem_limit=8589934592, got {option!r}")
+        pairs[key] = value
+    return {
+        "device": device,
+        "target_device": target_device,
+        "draft_device": draft_device,
+        "threads": threads,
+        "cuda_graph": cuda_graph,
+        "provider_options": pairs,
+        "check_hashes": check_hashes,
+    }
 
 
 def given(**options: Any) -> Options:

@@ -14,6 +14,7 @@ import draftc.runtime as draftc
 from draftc.runtime import bench as benchmark
 from draftc.runtime import cli_options as cli
 from draftc.runtime import selfcheck
+from draftc.runtime.bench_tables import render
 from draftc.runtime.bundle import open_bundle
 from draftc.runtime.chat import Chat
 from draftc.runtime.console import (
@@ -77,8 +78,12 @@ def run(
     k: cli.SpeculativeTokens = None,
     method: cli.Method = None,
     plain: cli.Plain = False,
-    device: cli.Device = "cpu",
+    device: cli.Device = None,
+    target_device: cli.TargetDevice = None,
+    draft_device: cli.DraftDevice = None,
     threads: cli.Threads = None,
+    cuda_graph: cli.CudaGraph = True,
+    provider_options: cli.ProviderOptions = None,
     check_hashes: cli.CheckHashes = True,
 ) -> None:
     """Generate text from a prompt. The text goes to stdout as it is made, figures go to stderr.
@@ -114,7 +119,8 @@ def run(
     )
     request = _request(_prompt_text(prompt, prompt_file), chat, system)
     writer = None if json else AnswerWriter(show_drafts)
-    with draftc.open(out, device=device, threads=threads, check_hashes=check_hashes) as session:
+    opening = cli.opening(device, target_device, draft_device, threads, cuda_graph, provider_options, check_hashes)
+    with draftc.open(out, **opening) as session:
         with session.stream(request, **options) as stream:
             if writer and show_drafts:
                 legend(writer.coloured)
@@ -146,8 +152,12 @@ def chat(
     k: cli.SpeculativeTokens = None,
     method: cli.Method = None,
     plain: cli.Plain = False,
-    device: cli.Device = "cpu",
+    device: cli.Device = None,
+    target_device: cli.TargetDevice = None,
+    draft_device: cli.DraftDevice = None,
     threads: cli.Threads = None,
+    cuda_graph: cli.CudaGraph = True,
+    provider_options: cli.ProviderOptions = None,
     check_hashes: cli.CheckHashes = True,
 ) -> None:
     """Talk with the model. Each turn prefills only what is new, since the KV cache of the conversation is kept.
@@ -175,7 +185,8 @@ def chat(
         num_speculative_tokens=k,
         method=cli.method_of(method, plain, k),
     )
-    with draftc.open(out, device=device, threads=threads, check_hashes=check_hashes) as session:
+    opening = cli.opening(device, target_device, draft_device, threads, cuda_graph, provider_options, check_hashes)
+    with draftc.open(out, **opening) as session:
         conversation = Chat(session, options, system, show_drafts, stats)
         if show_drafts:
             legend(AnswerWriter().coloured)
@@ -195,8 +206,12 @@ def verify(
     seed: Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No report, no progress: the exit code tells.")] = False,
-    device: cli.Device = "cpu",
+    device: cli.Device = None,
+    target_device: cli.TargetDevice = None,
+    draft_device: cli.DraftDevice = None,
     threads: cli.Threads = None,
+    cuda_graph: cli.CudaGraph = True,
+    provider_options: cli.ProviderOptions = None,
     check_hashes: cli.CheckHashes = True,
 ) -> None:
     """Check on this machine that speculation loses nothing. Exits with 1 where it does.
@@ -209,8 +224,8 @@ def verify(
       draftc verify out
       draftc verify out --budget 300 --json > report.json
     """
-    opened = draftc.open(out, device=device, threads=threads, check_hashes=check_hashes)
-    with opened as session, progress(quiet) as on_progress:
+    opening = cli.opening(device, target_device, draft_device, threads, cuda_graph, provider_options, check_hashes)
+    with draftc.open(out, **opening) as session, progress(quiet) as on_progress:
         cases = builtin_prompts(session) if prompts is None else load_prompts(prompts)
         report = selfcheck.verify(session, prompts=cases, budget_s=budget, seed=seed, on_progress=on_progress)
     if json:
@@ -244,8 +259,12 @@ def bench(
         Path | None, typer.Option("--json-file", metavar="FILE", help="Write the JSON here, beside the table.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
-    device: cli.Device = "cpu",
+    device: cli.Device = None,
+    target_device: cli.TargetDevice = None,
+    draft_device: cli.DraftDevice = None,
     threads: cli.Threads = None,
+    cuda_graph: cli.CudaGraph = True,
+    provider_options: cli.ProviderOptions = None,
     check_hashes: cli.CheckHashes = True,
 ) -> None:
     """Measure speculative against plain decoding. Both run in turns, in one process, on the same prompts.
@@ -259,8 +278,8 @@ def bench(
     if json_file is not None:
         _check_writable(json_file)
     sampling = draftc.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    opened = draftc.open(out, device=device, threads=threads, check_hashes=check_hashes)
-    with opened as session, progress(quiet) as on_progress:
+    opening = cli.opening(device, target_device, draft_device, threads, cuda_graph, provider_options, check_hashes)
+    with draftc.open(out, **opening) as session, progress(quiet) as on_progress:
         report = benchmark.bench(
             session,
             prompts=builtin_prompts(session) if prompts is None else load_prompts(prompts),
@@ -277,7 +296,7 @@ def bench(
     if json:
         print_json(report.to_dict())
     else:
-        print_report(benchmark.render(report))
+        print_report(render(report))
     if json_file is not None:  # last: if the disk is full by now, the figures are on the screen
         json_file.write_text(to_json(report.to_dict()), encoding="utf-8")
 

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from draftc.runtime.engine import Engine, Logits, Tokens
+from draftc.runtime.engine import Engine, Fills, Logits, Tokens
 from draftc.runtime.errors import EngineError
 from draftc.runtime.kvcache import KVCache
 
@@ -36,16 +36,34 @@ class Decoder:
 
         The tail and `upcoming` more tokens fit into one call; what does not is prefilled here, in chunks.
         """
-        if self._broken:
-            self.engine.clear()
-            self._broken = False
-        start = self.cache.align(text)
+        start = self._align(text)
         widest = self.limits.max_width if upcoming else self.limits.prefill_chunk
         while (missing := text.size - start) + upcoming > widest:
             width = min(self.limits.prefill_chunk, missing - 1)
-            self.extend(text[start : start + width], rows=1)
+            self.fill(text[start : start + width])
             start += width
         return text[start:]
+
+    def sync_but(self, count: int, text: Tokens) -> None:
+        """Bring the cache in line with `text` (n,) so that exactly its last `count` ≥ 1 tokens are still to be run."""
+        start, end = self._align(text[: text.size - count + 1]), text.size - count
+        while start < end:
+            width = min(self.limits.prefill_chunk, end - start)
+            self.fill(text[start : start + width])
+            start += width
+
+    def fill(self, tokens: Tokens) -> None:
+        """`extend` where nobody wants the logits: they stay where the engine computes them."""
+        if not isinstance(self.engine, Fills):
+            self.extend(tokens, rows=1)
+            return
+        begin = time.perf_counter()
+        try:
+            self.engine.fill(tokens, len(self.cache))
+        except EngineError:
+            self.mark_broken()
+            raise
+        self.ran(tokens, time.perf_counter() - begin)
 
     def extend(self, tokens: Tokens, rows: int) -> Logits:
         """Run `tokens` (S,) behind the cache's end; return the logits (rows, vocab_size) of the last `rows` of them.
@@ -59,11 +77,17 @@ class Decoder:
         except EngineError:
             self.mark_broken()
             raise
-        self.seconds += time.perf_counter() - begin
-        self.calls += 1
-        # Only now: an interrupt inside the call leaves the old length, and the next call writes over what it left.
-        self.cache.append(tokens)
+        self.ran(tokens, time.perf_counter() - begin)
         return logits[:, : self.limits.vocab_size]
+
+    def ran(self, tokens: Tokens, seconds: float, calls: int = 1) -> None:
+        """Record that `tokens` were run behind the cache's end, by `calls` calls of the engine.
+
+        Only now: an interrupt inside a call leaves the old length, and the next call writes over what it left.
+        """
+        self.seconds += seconds
+        self.calls += calls
+        self.cache.append(tokens)
 
     def mark_broken(self) -> None:
         """Say that the KV buffers may hold NaN, as after NaN among the logits: `sync` clears them and starts anew.
@@ -72,6 +96,12 @@ class Decoder:
         """
         self.cache.clear()
         self._broken = True
+
+    def _align(self, text: Tokens) -> int:
+        if self._broken:
+            self.engine.clear()
+            self._broken = False
+        return self.cache.align(text)
 
     def close(self) -> None:
         """Release the engine."""

@@ -1,13 +1,13 @@
 """The seam between the loop and a backend: what runs one decoder graph."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftc.runtime.graphio import GraphSpec
 
-__all__ = ["Engine", "Logits", "Tokens"]
+__all__ = ["Engine", "Fills", "Logits", "Tokens"]
 
 Tokens = NDArray[np.int64]
 Logits = NDArray[np.float32]
@@ -40,3 +40,11 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release the session and its buffers. Calling it twice is allowed."""
+
+
+@runtime_checkable
+class Fills(Protocol):
+    """What an engine may have besides, if its logits would have to be fetched from a device."""
+
+    def fill(self, tokens: Tokens, start: int) -> None:
+        """`Engine.forward` for the sake of the caches alone."""

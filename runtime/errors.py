@@ -26,6 +26,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "DraftcError",
+    "DraftcWarning",
     "EngineError",
     "PairError",
     "ParityError",
@@ -90,3 +91,7 @@ class ParityError(DraftcError):
 
 class ResourceError(DraftcError):
     """Not enough disk or memory, or a file that cannot be written."""
+
+
+class DraftcWarning(UserWarning):
+    """Something works, but not as it was asked for, and costs more; the message says what, and why."""

@@ -23,6 +23,8 @@ def bundle_record(manifest: Manifest) -> dict[str, Any]:
     """The manifest as JSON data, with a field `derived` of what follows from it (bytes, tokens)."""
     kv = {where.split(".")[0]: model.spec.kv_bytes() for where, model in manifest.models}
     derived = {"buffer_length": manifest.buffer_length, "kv_bytes": kv, "file_bytes": _file_bytes(manifest)}
+    if manifest.target.engine is not None:
+        derived["device_bytes"] = {where.split(".")[0]: _device_bytes(model) for where, model in manifest.models}
     return {**asdict(manifest), "derived": derived}
 
 
@@ -35,6 +37,8 @@ def print_bundle(manifest: Manifest, files: bool = False) -> None:
     ]
     for where, model in manifest.models:
         sections.append((f"Tensors of the {where.split('.')[0]} graph", _tensors(model.spec)))
+    if manifest.target.engine is not None:
+        sections.append(("Engines", _engines(manifest)))
     sections.append(("Parity when it was compiled", _parity(manifest)))
     sections.append(("Pair", _facts(_pair(manifest))))
     sections.append((f"Files: {len(manifest.files)}, {human_bytes(_file_bytes(manifest))}", _files(manifest, files)))
@@ -92,7 +96,7 @@ def _general(manifest: Manifest) -> list[tuple[str, str]]:
     return [
         ("bundle", manifest.name),
         ("created", f"{manifest.created} by draftc {manifest.draftc_version}, schema {manifest.schema_version}"),
-        ("backend", f"{backend.name} {backend.version}, opset {backend.opset}{target_of}"),
+        ("backend", f"{backend.name} {backend.version}, opset {backend.opset}, on {backend.device}{target_of}"),
         ("precision", manifest.precision),
         ("drafting", _drafting(manifest)),
         ("tokenizer", f"{manifest.tokenizer.path}/, {_short(manifest.tokenizer.fingerprint)}"),
@@ -126,8 +130,10 @@ def _model(model: Model) -> list[tuple[str, str]]:
     left = "all"
     if quantization is not None:
         symmetry = "symmetric" if quantization.symmetric else "asymmetric"
-        weights = f"{quantization.bits} bits, blocks of {quantization.block_size}, {symmetry}"
-        weights += f", accuracy level {quantization.accuracy_level}; {quantization.quantized_matmuls} MatMuls"
+        kind = "E4M3 floats" if quantization.format == "fp8" else f"{quantization.bits} bits"
+        blocks = f"blocks of {quantization.block_size}" if quantization.block_size else "one scale per output"
+        level = f", accuracy level {quantization.accuracy_level}" if model.engine is None else ""
+        weights = f"{kind}, {blocks}, {symmetry}{level}; {quantization.quantized_matmuls} MatMuls"
         left = _some(quantization.float_matmuls)
     return [
         ("architecture", model.architecture),
@@ -136,7 +142,7 @@ def _model(model: Model) -> list[tuple[str, str]]:
         ("float MatMuls", left),
         ("cache", f"{model.spec.num_layers} layers, {human_bytes(model.spec.kv_bytes())}"),
         ("rotary regime", model.rope or NONE),
-        ("graph", model.graph),
+        ("graph" if model.engine is None else "engine", model.graph),
         ("source", f"{model.source.kind}: {model.source.location}"),
         ("licence", model.source.license or "not stated"),
         ("weights", _short(model.source.fingerprint)),
@@ -160,6 +166,44 @@ def _lengths(manifest: Manifest) -> list[tuple[str, str]]:
         ("L", f"{manifest.buffer_length} in every cache buffer"),
         ("vocabulary", f"{manifest.vocab_size} of {manifest.target.spec.vocab_rows} rows of the head"),
     ]
+
+
+def _engines(manifest: Manifest) -> RenderableType:
+    """What each engine's profiles take (in parentheses: tuned for), and what it needs on the device for one row."""
+    profiles = _table("engine", "profile", "batch B", "tokens S", "rows R", "activations", right=("activations",))
+    memory = []
+    for where, model in manifest.models:
+        engine, name = model.engine, where.split(".")[0]
+        assert engine is not None
+        for profile in engine.profiles:
+            ranges = (f"{r.min}–{r.max} ({r.opt})" for r in (profile.batch, profile.tokens, profile.rows))
+            profiles.add_row(name, profile.name, *ranges, _bytes_or_unknown(profile.activation_bytes))
+        parts = ", ".join(f"{part} {_bytes_or_unknown(count)}" for part, count in _device_bytes(model).items())
+        layers = f"{engine.attention_layers} attention and {engine.cache_layers} cache layers"
+        memory.append((name, f"computes in {engine.half}; {layers}; on the device: {parts}; log in {engine.log}"))
+    return Group(profiles, _facts(memory))
+
+
+def _device_bytes(model: Model) -> dict[str, int]:
+    """Bytes of one engine on the device for one row: weights, caches, distributions, activations, and their sum.
+
+    Profiles share one block of activations, because they never run at once. The draft's distributions are counted with
+    the target, which reads them.
+    """
+    engine = model.engine
+    assert engine is not None
+    slots, vocabulary = model.spec.q_shape or (0, 0)
+    parts = {
+        "weights": engine.weights_bytes,
+        "caches": model.spec.kv_bytes(),
+        "distributions": 4 * slots * vocabulary if model.spec.tail == "verify" else 0,
+        "activations": max(profile.activation_bytes for profile in engine.profiles),
+    }
+    return {**parts, "together": sum(parts.values())}
+
+
+def _bytes_or_unknown(count: int) -> str:
+    return human_bytes(count) if count else "-"
 
 
 def _tensors(spec: GraphSpec) -> Table:

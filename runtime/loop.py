@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from draftc.runtime.kvcache import TokenBuffer
 from draftc.runtime.sampler import Sampler
 from draftc.runtime.stats import Stats
 
-__all__ = ["Loop", "Step", "token_logprobs"]
+__all__ = ["Loop", "LoopMaker", "Step", "Steps", "token_logprobs"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,31 @@ class Step:
     accepted: int
     proposed: int
     logprobs: list[float]
+
+
+class Steps(Protocol):
+    """What decodes one request: `Loop`, or one that a backend makes of its own."""
+
+    def step(self, k: int) -> Step:
+        """See Loop.step."""
+
+
+class LoopMaker(Protocol):
+    """A backend's own way to decode, for the requests of one session."""
+
+    def loop(
+        self,
+        target: Decoder,
+        drafter: Drafter | None,
+        text: TokenBuffer,
+        sampler: Sampler,
+        emit: Callable[[int], bool],
+        stats: Stats,
+    ) -> Steps | None:
+        """What decodes this request, whose logprobs nobody wants; None where it must be `Loop`."""
+
+    def close(self) -> None:
+        """Release what it holds; the engines are closed after it. Calling it twice is allowed."""
 
 
 class Loop:

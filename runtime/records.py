@@ -19,6 +19,7 @@ __all__ = [
     "PROFILE_NAME",
     "Backend",
     "BackendName",
+    "Device",
     "Draft",
     "DraftModel",
     "EngineInfo",
@@ -42,6 +43,7 @@ INT32_MAX = 2**31 - 1  # bound of every length and dimension, so that a C++ read
 INT64_MAX = 2**63 - 1  # bound of byte and parameter counts
 
 BackendName = Literal["onnxruntime", "tensorrt-rtx", "tensorrt"]
+Device = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
 
 _ACCEPTANCE = re.compile(r"0(\.[0-9]+)?|1(\.0+)?")
@@ -57,7 +59,7 @@ class Backend:
     name: BackendName
     version: str
     opset: int
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Device = "cpu"
     sms: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -129,31 +131,42 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Which calls one optimization profile of an engine takes: batch B, tokens S and rows of logits R."""
+    """Which calls one optimization profile of an engine takes: batch B, tokens S and rows of logits R.
+
+    `activation_bytes` is what the builder planned for the largest of them; 0 where it did not say.
+    """
 
     name: Literal["decode", "prefill"]
     batch: Range
     tokens: Range
     rows: Range
+    activation_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        within(self, 0, INT64_MAX, "activation_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
     """What a built engine adds to its graph: the calls that it takes, and its build log (a file of the bundle).
 
-    `half` is the type that it computes in. `attention_layers` and `cache_layers` were counted when it was built: each
+    `half` is the type that it computes in, `weights_bytes` what its weights take on the device (0: the builder did not
+    say). `attention_layers` and `cache_layers` were counted when it was built: each
     cache tensor is written in place by one cache layer.
     """
 
     half: Literal["fp16", "bf16"]
     profiles: tuple[Profile, ...]
+    weights_bytes: int = 0
     attention_layers: int
     cache_layers: int
     log: str
 
     def __post_init__(self) -> None:
         inside(self, "log")
-        within(self, 1, INT32_MAX, "attention_layers", "cache_layers")
+        within(self, 0, INT64_MAX, "weights_bytes")
+        within(self, 0, INT32_MAX, "attention_layers")
+        within(self, 1, INT32_MAX, "cache_layers")
         names = [profile.name for profile in self.profiles]
         need(names == ["decode", "prefill"], "profiles", "decode, then prefill", names)
 

@@ -12,7 +12,7 @@ from draftc.runtime.decoder import Decoder
 from draftc.runtime.drafter import Drafter
 from draftc.runtime.errors import CapacityError, EngineError, UsageError
 from draftc.runtime.kvcache import TokenBuffer, common_prefix
-from draftc.runtime.loop import Loop, Step
+from draftc.runtime.loop import Loop, LoopMaker, Step, Steps
 from draftc.runtime.sampler import Sampler
 from draftc.runtime.stats import Stats
 from draftc.runtime.stops import FinishReason, OutputStream
@@ -94,7 +94,8 @@ class StreamEvent:
 class Request:
     """One request, from arguments (checked here) to Generation.
 
-    Raises UsageError for a value out of range, CapacityError when prompt and max_new_tokens exceed max_length.
+    `loops`: the session's own loops where its backend has them. Raises UsageError for a value out of range,
+    CapacityError when prompt and max_new_tokens exceed max_length.
     """
 
     def __init__(
@@ -105,8 +106,10 @@ class Request:
         tokenizer: Tokenizer,
         prompt: list[int],
         options: Options,
+        loops: LoopMaker | None = None,
     ) -> None:
         options = check_options(options)
+        self._loops = loops
         self._target = target
         self._drafter = drafter
         self._k = k
@@ -167,7 +170,7 @@ class Request:
         stats, target = self._stats, self._target
         text = TokenBuffer(self._prompt, self._prompt.size + self._max_new)
         stats.cached_tokens = min(common_prefix(target.cache.tokens, self._prompt), self._prompt.size - 1)
-        loop = Loop(target, self._drafter, text, self._sampler, self._emit, stats, self._logprobs is not None)
+        loop = self._loop(text)
         if self._echo:
             yield StreamEvent([(self._echo, "plain")], Step([], 0, 0, []))
         meter = _Meter(target, self._drafter)  # only now: what the consumer does with the echo is not prefill
@@ -193,6 +196,13 @@ class Request:
             stats.steps += 1
             stats.step_tokens += len(event.step.tokens)
             yield event
+
+    def _loop(self, text: TokenBuffer) -> Steps:
+        """The backend's own loop where it has one that serves this request."""
+        arguments = self._target, self._drafter, text, self._sampler, self._emit, self._stats
+        wants_logits = self._logprobs is not None
+        own = None if self._loops is None or wants_logits else self._loops.loop(*arguments)
+        return own or Loop(*arguments, logprobs=wants_logits)
 
     def _prefill(self, cancel: threading.Event) -> None:
         """All chunks of the prompt but the last, which the first step runs; a cancelled request stops between two."""

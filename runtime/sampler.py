@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from draftc.runtime.engine import Logits
 from draftc.runtime.errors import EngineError, UsageError
@@ -44,7 +45,8 @@ class Sampler:
             raise UsageError(f"logits_mask must be callable, got {logits_mask!r}")
         self.sampling = sampling
         self.seed = secrets.randbits(63) if seed is None else int(seed)
-        self._rng = np.random.Generator(np.random.PCG64(self.seed))
+        self._bits = np.random.PCG64(self.seed)
+        self._rng = np.random.Generator(self._bits)
         self._mask = logits_mask
         self._generated: list[int] = []
         self._generated_counts: Counter[int] = Counter()
@@ -94,6 +96,19 @@ class Sampler:
     def uniform(self) -> float:
         """One draw from [0, 1)."""
         return float(self._rng.random())
+
+    @property
+    def sees_text(self) -> bool:
+        """Whether a distribution depends on the tokens so far, or on a mask, and not on the logits alone."""
+        return self.sampling.edits_logits or self._mask is not None
+
+    def uniforms(self, count: int) -> NDArray[np.float32]:
+        """The next `count` draws (count,), cut to the 24 bits that float32 holds below 1."""
+        return np.floor(self._rng.random(count) * 2**24).astype(np.float32) / np.float32(2**24)
+
+    def give_back(self, count: int) -> None:
+        """Take back the last `count` draws: they come again."""
+        self._bits.advance(-count)
 
     def _scores(self, logits: Logits) -> Logits:
         scores = logits

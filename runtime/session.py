@@ -14,13 +14,15 @@ from typing import Any, Self, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from draftc.runtime.backends import check_device, open_engine
+from draftc.runtime.backends import check_device_options, open_engine, open_loops
 from draftc.runtime.bundle import open_bundle
 from draftc.runtime.decoder import Decoder, Limits
+from draftc.runtime.devices import Role, assign_devices, require_kv_memory
 from draftc.runtime.drafter import Drafter, ModelDrafter, NgramDrafter
+from draftc.runtime.engine import Engine
 from draftc.runtime.errors import SessionBusyError, UsageError
+from draftc.runtime.loop import LoopMaker
 from draftc.runtime.manifest import Manifest, Model
-from draftc.runtime.memory import require_memory
 from draftc.runtime.request import Generation, Options, Request, StreamEvent, check_options
 from draftc.runtime.text import Tokenizer
 
@@ -94,16 +96,22 @@ class Session:
     """An open bundle. One request at a time: a second thread gets SessionBusyError and should open its own session.
 
     Between requests the KV caches are kept, so that a prompt which begins like the last one is not prefilled again.
-    `drafters` by method; "plain" needs none.
+    `drafters` by method; "plain" needs none. `loops` are the backend's own, where it has them.
     """
 
     def __init__(
-        self, manifest: Manifest, tokenizer: Tokenizer, target: Decoder, drafters: Mapping[str, Drafter]
+        self,
+        manifest: Manifest,
+        tokenizer: Tokenizer,
+        target: Decoder,
+        drafters: Mapping[str, Drafter],
+        loops: LoopMaker | None = None,
     ) -> None:
         self.manifest = manifest
         self.tokenizer = tokenizer
         self.target = target
         self.drafters = drafters
+        self.loops = loops
         self._lock = threading.Lock()
         self._closed = False
         self._streams: weakref.WeakSet[GenerationStream] = weakref.WeakSet()
@@ -135,6 +143,8 @@ class Session:
         if not self._closed:
             with self._exclusive():
                 self._closed = True
+                if self.loops is not None:
+                    self.loops.close()
                 for decoder in self.decoders:
                     decoder.close()
 
@@ -180,7 +190,7 @@ class Session:
         options = check_options(options)
         drafter = self._choose_drafter(options.get("method"))
         k = self._choose_k(options.get("num_speculative_tokens"))
-        request = Request(self.target, drafter, k, self.tokenizer, self.encode(prompt), options)
+        request = Request(self.target, drafter, k, self.tokenizer, self.encode(prompt), options, self.loops)
         cancel = threading.Event()
         stream = GenerationStream(self._run(request, cancel), cancel, lambda: request.result)
         self._streams.add(stream)
@@ -237,44 +247,75 @@ class _Exclusive:
 
 
 def open_session(
-    path: str | Path, *, device: str = "cpu", threads: int | None = None, check_hashes: bool = True
+    path: str | Path,
+    *,
+    device: str | None = None,
+    target_device: str | None = None,
+    draft_device: str | None = None,
+    threads: int | None = None,
+    cuda_graph: bool = True,
+    provider_options: Mapping[str, str] | None = None,
+    check_hashes: bool = True,
 ) -> Session:
     """Open a bundle. `draftc.runtime.open` is this function.
 
-    `device` is "cpu". `threads` per graph; default: ONNX Runtime's choice, one per physical core. `check_hashes`
-    compares every file with its sha256 (about a second per 1.5 GB); sizes and paths are always checked. Raises
-    BundleError, BackendUnavailableError, UsageError, ResourceError.
+    `device` is "cpu", "cuda" or "cuda:1" (the second GPU), by default what the bundle was compiled for;
+    `target_device` and `draft_device` say otherwise for one of the two models. Between devices only token ids and rows
+    of logits move. `threads` per graph on a CPU; default: ONNX Runtime's choice, one per physical core. `cuda_graph`
+    False runs every call kernel by kernel. `provider_options` go to ONNX Runtime's CUDA provider under its own names
+    ("gpu_mem_limit", …). `check_hashes` compares every file with its sha256 (about a second per 1.5 GB); sizes and
+    paths are always checked. Raises BundleError, BackendUnavailableError, UsageError, ResourceError.
     """
     if not isinstance(path, str | Path):
         raise UsageError(f"a bundle is opened by its folder's path, got {path!r}")
     bundle = open_bundle(path, hashes=check_hashes)
     manifest = bundle.manifest
     backend = manifest.backend.name
-    check_device(backend, device)
+    models: dict[Role, Model] = {"target": manifest.target}
+    if manifest.draft.model is not None:
+        models["draft"] = manifest.draft.model
+    options = assign_devices(
+        models,
+        manifest.backend.device,
+        device=device,
+        target_device=target_device,
+        draft_device=draft_device,
+        threads=threads,
+        cuda_graph=cuda_graph,
+        provider_options=provider_options,
+    )
+    for chosen in options.values():
+        check_device_options(backend, chosen)
     tokenizer = Tokenizer.from_folder(bundle.path(manifest.tokenizer.path))
     limits = Limits(manifest.max_length, manifest.max_width, manifest.prefill_chunk, manifest.vocab_size)
-    require_memory(sum(model.spec.kv_bytes() for _, model in manifest.models))
+    require_kv_memory((options[role], model.spec.kv_bytes()) for role, model in models.items())
     with contextlib.ExitStack() as opened:
+        max_call = max(limits.prefill_chunk, limits.max_width)
 
-        def decoder(model: Model) -> Decoder:
+        def decoder(role: Role, beside: Engine | None = None) -> Decoder:
+            model = models[role]
             engine = open_engine(
                 backend,
                 bundle.path(model.graph),
                 model.spec,
-                max_call=max(limits.prefill_chunk, limits.max_width),
+                max_call=max_call,
                 max_rows=limits.max_width,
-                device=device,
-                threads=threads,
+                options=options[role],
+                built=manifest.backend,
+                info=model.engine,
+                beside=beside,
             )
             opened.callback(engine.close)
             return Decoder(engine, limits)
 
-        draft = manifest.draft
-        drafters: dict[str, Drafter] = {}
-        if draft.model is not None:
-            drafters["draft_model"] = ModelDrafter(decoder(draft.model))
-        drafters["ngram"] = NgramDrafter(draft.min_ngram, draft.max_ngram)  # costs nothing, so every bundle has it
-        session = Session(manifest, tokenizer, decoder(manifest.target), drafters)
+        draft = decoder("draft") if "draft" in models else None
+        drafters: dict[str, Drafter] = {} if draft is None else {"draft_model": ModelDrafter(draft)}
+        lengths = manifest.draft
+        drafters["ngram"] = NgramDrafter(lengths.min_ngram, lengths.max_ngram)  # costs nothing: every bundle has it
+        draft_engine = None if draft is None else draft.engine
+        target = decoder("target", draft_engine)
+        loops = open_loops(backend, target.engine, draft_engine, max_call=max_call)
+        session = Session(manifest, tokenizer, target, drafters, loops)
         opened.pop_all()  # from here on the session closes them
     return session
 

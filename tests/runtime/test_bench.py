@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from draftc.runtime.bench import BenchReport, bench, render
+from draftc.runtime.bench import BenchReport, bench
+from draftc.runtime.bench_tables import render
 from draftc.runtime.errors import CapacityError, UsageError
 from draftc.runtime.prompts import PromptCase
 from draftc.runtime.request import Generation

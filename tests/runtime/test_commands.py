@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,7 +18,7 @@ import pytest
 import typer
 
 from draftc.runtime.cli import build_app
-from draftc.runtime.errors import UsageError
+from draftc.runtime.errors import BackendUnavailableError, DraftcWarning, UsageError
 from draftc.runtime.graphio import GraphSpec
 from draftc.runtime.inspection import human_bytes, tensor_rows
 from draftc.runtime.manifest import (
@@ -147,8 +148,9 @@ def test_run_passes_every_option_on(draftc: Draftc, bundle: FakeBundle, monkeypa
     monkeypatch.setattr(bundle.session, "stream", spy)
     line = (
         "-n 9 --temperature 0 --top-k 5 --top-p 0.9 --min-p 0.01 --repetition-penalty 1 --presence-penalty 0 "
-        "--frequency-penalty 0 --seed 0 --stop dog --stop cat --ignore-eos --echo --method ngram -k 3 --device cpu "
-        "--threads 2 --no-check-hashes"
+        "--frequency-penalty 0 --seed 0 --stop dog --stop cat --ignore-eos --echo --method ngram -k 3 --device cuda "
+        "--target-device cuda:1 --draft-device cpu --threads 2 --no-cuda-graph --provider-option gpu_mem_limit=1000 "
+        "--provider-option arena_extend_strategy=a=b --no-check-hashes"
     )
     result = draftc("run", "out", "-p", PROMPT, *line.split())
     assert result.code == 0, result.err
@@ -168,8 +170,59 @@ def test_run_passes_every_option_on(draftc: Draftc, bundle: FakeBundle, monkeypa
         "method": "ngram",
         "num_speculative_tokens": 3,
     }
-    assert bundle.opened == {"path": Path("out"), "device": "cpu", "threads": 2, "check_hashes": False}
+    assert bundle.opened == {
+        "path": Path("out"),
+        "device": "cuda",
+        "target_device": "cuda:1",
+        "draft_device": "cpu",
+        "threads": 2,
+        "cuda_graph": False,
+        "provider_options": {"gpu_mem_limit": "1000", "arena_extend_strategy": "a=b"},
+        "check_hashes": False,
+    }
     assert result.out.startswith(PROMPT + pieces(bundle)[0])
+
+
+@pytest.mark.parametrize("line", ["run out -p x", "chat out", "verify out", "bench out"])
+def test_every_command_opens_where_it_is_told(draftc: Draftc, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    seen: dict[str, Any] = {}
+
+    def opened(path: Path, **arguments: Any) -> Any:
+        seen.update(arguments)
+        raise BackendUnavailableError("no such device")
+
+    monkeypatch.setattr("draftc.runtime.open", opened)
+    general: dict[str, Any] = {"threads": None, "cuda_graph": True, "provider_options": {}, "check_hashes": True}
+    for options, expected in (
+        ("", {"device": None, "target_device": None, "draft_device": None}),
+        ("--draft-device cpu --target-device cuda", {"device": None, "target_device": "cuda", "draft_device": "cpu"}),
+        ("--device cuda", {"device": "cuda", "target_device": None, "draft_device": None}),
+    ):
+        result = draftc(*line.split(), *options.split())
+        assert one_line(result.err) == "draftc: no such device"
+        assert seen == expected | general
+
+
+@pytest.mark.parametrize("option", ["gpu_mem_limit", "=8", ""])
+def test_a_provider_option_is_a_key_and_a_value(draftc: Draftc, bundle: FakeBundle, option: str) -> None:
+    result = draftc("run", "out", "-p", PROMPT, "--provider-option", option)
+    assert result.code == 2
+    assert one_line(result.err).endswith(f"takes KEY=VALUE, as gpu_mem_limit=8589934592, got {option!r}")
+
+
+def test_what_costs_more_than_was_asked_for_is_a_note(
+    draftc: Draftc, bundle: FakeBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(path: Path, **arguments: Any) -> Any:
+        warnings.warn("runs without CUDA graphs:\n  no", DraftcWarning, stacklevel=1)
+        warnings.warn("somebody else's", UserWarning, stacklevel=1)
+        return bundle(path, **arguments)
+
+    monkeypatch.setattr("draftc.runtime.open", opened)
+    with pytest.warns(UserWarning, match="somebody else's"):
+        result = draftc("run", "out", "-p", PROMPT, "-n", "1", "--no-stats")
+    assert result.code == 0
+    assert one_line(result.err) == "draftc: note: runs without CUDA graphs: no"
 
 
 @pytest.mark.parametrize(
@@ -610,7 +663,7 @@ def test_inspect_shows_what_is_in_the_bundle(draftc: Draftc, tmp_path: Path) -> 
         "longrope, long",
         "llama",
         "1.5 M",
-        "onnxruntime 1.32.0, opset 24",
+        "onnxruntime 1.32.0, opset 24, on cpu",
         "draft model, K = 2",
         "64 of prompt and answer together",
         "L 72 in every cache buffer",
@@ -702,7 +755,8 @@ def test_human_bytes(count: int, text: str) -> None:
 OPTIONS = {
     "run": "--prompt -p --prompt-file --chat --no-chat --system --max-new-tokens -n --temperature --top-k --top-p "
     "--min-p --repetition-penalty --presence-penalty --frequency-penalty --seed --stop --ignore-eos --echo --plain "
-    "--method -k --show-drafts --logprobs --json --threads --device --no-check-hashes --stats --no-stats",
+    "--method -k --show-drafts --logprobs --json --threads --device --target-device --draft-device "
+    "--no-cuda-graph --provider-option --no-check-hashes --stats --no-stats",
     "chat": "--system --max-new-tokens --temperature --seed --stop --show-drafts --stats --plain --method -k --threads",
     "verify": "--prompts --budget --seed --json --quiet --threads --no-check-hashes",
     "bench": "--prompts -k --method -n --max-new-tokens --repeats --temperature --top-k --top-p --seed --json --quiet",

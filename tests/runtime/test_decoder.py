@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftc.runtime.decoder import Decoder
+from draftc.runtime.decoder import Decoder, Limits
+from draftc.runtime.engine import Tokens
 from draftc.runtime.errors import EngineError
 from tests.runtime.fakes import Call, FakeEngine, HashedModel, fake_decoder, tokens
 
@@ -166,4 +167,57 @@ def test_close_forgets_and_releases() -> None:
     verify(decoder, [1, 2], [])
     decoder.close()
     assert engine.closed == 1
+    assert len(decoder.cache) == 0
+
+
+@given(
+    first=st.lists(st.integers(0, VOCAB - 1), max_size=MAX_LENGTH - 2),
+    text=st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=MAX_LENGTH),
+    count=st.integers(1, 2),
+    prefill_chunk=st.integers(1, 12),
+)
+@settings(deadline=None, max_examples=80)
+def test_exactly_the_last_tokens_are_left_to_run(
+    first: list[int], text: list[int], count: int, prefill_chunk: int
+) -> None:
+    decoder, engine = small(prefill_chunk=prefill_chunk)
+    if first:
+        verify(decoder, first, [])
+    decoder.sync_but(count, tokens(*text))
+    assert decoder.cache.tokens.tolist() == text[:-count]
+    assert engine.memory[: len(text) - count].tolist() == text[:-count]
+    assert all(call.width <= max(prefill_chunk, 4) for call in engine.calls)
+    logits = decoder.extend(tokens(*text[-count:]), rows=count)
+    np.testing.assert_array_equal(logits[-1], MODEL(tokens(*text)))
+
+
+def test_leaving_tokens_to_run_begins_anew_after_nan() -> None:
+    decoder, engine = small()
+    verify(decoder, [1, 2, 3], [])
+    decoder.mark_broken()
+    decoder.sync_but(2, tokens(1, 2, 3, 4))
+    assert engine.cleared == 1
+    assert decoder.cache.tokens.tolist() == [1, 2]
+
+
+def test_an_engine_that_can_is_filled_without_logits() -> None:
+    class Filling(FakeEngine):
+        filled: list[int]
+
+        def fill(self, tokens: Tokens, start: int) -> None:
+            if self.faults:
+                raise EngineError("broken")
+            self.filled.append(tokens.size)
+            self.forward(tokens, start, 1)
+
+    engine = Filling(MODEL, VOCAB, 40)
+    engine.filled = []
+    decoder = Decoder(engine, Limits(MAX_LENGTH, 4, 6, VOCAB))
+    assert decoder.sync(tokens(*[1, 2, 3] * 7)).size == 3
+    assert engine.filled == [6, 6, 6]
+    assert decoder.calls == 3
+    assert decoder.seconds > 0
+    engine.faults[3] = 0.0
+    with pytest.raises(EngineError, match="broken"):
+        decoder.sync_but(1, tokens(*[1, 2, 3] * 8))
     assert len(decoder.cache) == 0

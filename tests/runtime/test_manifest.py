@@ -112,9 +112,16 @@ def engine_manifest() -> Manifest:
     info = EngineInfo(
         half="bf16",
         profiles=(
-            Profile(name="decode", batch=Range(min=1, opt=1, max=4), tokens=Range(min=1, opt=5, max=32), rows=SOME),
+            Profile(
+                name="decode",
+                batch=Range(min=1, opt=1, max=4),
+                tokens=Range(min=1, opt=5, max=32),
+                rows=SOME,
+                activation_bytes=2**40,
+            ),
             Profile(name="prefill", batch=SOME, tokens=Range(min=1, opt=256, max=256), rows=Range(min=1, opt=1, max=1)),
         ),
+        weights_bytes=2**40,
         attention_layers=2,
         cache_layers=5,
         log="target/build.log",

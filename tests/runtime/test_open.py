@@ -1,6 +1,7 @@
 """`draftc.runtime.open` on a bundle of two tiny graphs: the whole runtime, with its real engine."""
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,14 @@ import pytest
 
 import draftc.runtime as draftc
 from draftc.runtime.bundle import list_files, sha256_files
-from draftc.runtime.errors import BackendUnavailableError, BundleError, UsageError
+from draftc.runtime.engine import Logits, Tokens
+from draftc.runtime.errors import BackendUnavailableError, BundleError, ResourceError, UsageError
 from draftc.runtime.graphio import GraphSpec
 from draftc.runtime.manifest import MANIFEST_NAME, FileEntry, to_json
 from draftc.runtime.ort import OrtEngine
 from draftc.runtime.session import Session
 from draftc.runtime.text import Tokenizer
+from tests.runtime.fake_ort_gpu import Copy, install
 from tests.runtime.fakes import tokens
 from tests.runtime.sessions import MAX_LENGTH, MAX_WIDTH, make_manifest
 from tests.runtime.tiny_model import DIM, TinyModel
@@ -98,6 +101,8 @@ def test_an_ngram_bundle_opens_without_a_draft_graph(bundle: Path, byte_level_fo
         drafter = session.drafters["ngram"]
         assert (drafter.min_ngram, drafter.max_ngram) == (1, 3)  # type: ignore[attr-defined]
         assert len(session.generate(PROMPT, max_new_tokens=5, ignore_eos=True).token_ids) == 5
+    with pytest.raises(UsageError, match="draft_device is 'cpu', and this bundle has no draft model: leave it out"):
+        draftc.open(bundle, draft_device="cpu")
 
 
 def test_an_altered_file_is_found(bundle: Path) -> None:
@@ -115,8 +120,11 @@ def test_bytes_that_are_no_graph_under_a_right_hash(bundle: Path, byte_level_fol
 
 
 def test_arguments_of_open(bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="unknown device 'tpu': this backend serves cpu"):
-        draftc.open(bundle, device="tpu")
+    for name in ("device", "target_device", "draft_device"):
+        with pytest.raises(UsageError, match="unknown device 'tpu': this backend serves cpu, cuda"):
+            draftc.open(bundle, **{name: "tpu"})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="provider option use_tf32: device cpu takes none"):
+        draftc.open(bundle, provider_options={"use_tf32": "0"})
     with pytest.raises(UsageError, match="threads must be 1 or more, got 0"):
         draftc.open(bundle, threads=0)
     with pytest.raises(BundleError, match="no such folder"):
@@ -124,6 +132,108 @@ def test_arguments_of_open(bundle: Path, tmp_path: Path) -> None:
 
 
 def test_a_double_install_is_found_on_open(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftc.runtime.ort._installed", lambda name: True)
+    monkeypatch.setattr("draftc.runtime.ort_session._installed", lambda name: True)
     with pytest.raises(BackendUnavailableError, match="both installed"):
         draftc.open(bundle)
+
+
+# --- on a GPU whose memory is faked ----------------------------------------------------------------------------------
+
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
+
+
+def texts(bundle: Path, **opening: Any) -> list[list[int]]:
+    """What a fresh session says, to the end of its buffers, over prompts that share some of their beginnings."""
+    said = []
+    with draftc.open(bundle, threads=1, **opening) as session:
+        for prompt in (PROMPT, PROMPT[:-4], PROMPT + " jumps", "the lazy dog, and then the fox sleeps. " * 2):
+            for method in ("draft_model", "ngram", "plain"):
+                for sampling in (GREEDY, SAMPLED):
+                    result = session.generate(prompt, method=method, ignore_eos=True, **sampling)
+                    assert result.stats.prompt_tokens + len(result.token_ids) == MAX_LENGTH
+                    said.append(result.token_ids)
+    return said
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        {"device": "cuda"},
+        {"device": "cuda", "cuda_graph": False},
+        {"device": "cuda", "draft_device": "cpu"},
+        {"target_device": "cpu", "draft_device": "cuda:1"},
+        {"target_device": "cuda", "draft_device": "cuda:1", "provider_options": {"use_tf32": "0"}},
+    ],
+    ids=str,
+)
+def test_every_device_says_the_same(bundle: Path, monkeypatch: pytest.MonkeyPatch, opening: dict[str, Any]) -> None:
+    expected = texts(bundle)
+    gpu = install(monkeypatch, gpus=2)
+    assert texts(bundle, **opening) == expected
+    kinds = Counter((device, kind) for device, kind, _ in gpu.runs)
+    graphs = opening.get("cuda_graph", True)
+    assert (kinds["cuda", "replay"] > kinds["cuda", "run"]) == graphs
+    assert (kinds["cpu", "run"] > 0) == ("cpu" in opening.values())
+
+
+@pytest.mark.parametrize(("target_device", "draft_device"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_between_devices_only_ids_and_rows_of_logits_move(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, target_device: str, draft_device: str
+) -> None:
+    """A call on a GPU takes ids, a position and, the first time, which rows to give; it gives those rows of logits."""
+    gpu = install(monkeypatch)
+    with draftc.open(bundle, threads=1, target_device=target_device, draft_device=draft_device) as session:
+        engine = session.decoders[0 if target_device == "cuda" else 1].engine
+        assert [copy.target for copy in gpu.copies] == ["cuda"] * 2, "the zeros of its two caches"
+        assert sum(copy.size for copy in gpu.copies) == engine.spec.kv_bytes()
+        gpu.reset()
+        shapes = []
+        forward = engine.forward
+
+        def spy(ids: Tokens, start: int, rows: int) -> Logits:
+            shapes.append((ids.size, rows))
+            return forward(ids, start, rows)
+
+        monkeypatch.setattr(engine, "forward", spy)
+        for sampling in (GREEDY, SAMPLED):
+            session.generate(PROMPT, max_new_tokens=30, ignore_eos=True, **sampling)
+        expected = []
+        for i, (width, rows) in enumerate(shapes):
+            first = (width, rows) not in shapes[:i]
+            expected += [Copy("cpu", "cuda", 8 * rows)] if first else []
+            expected += [Copy("cpu", "cuda", 8 * width), Copy("cpu", "cuda", 8)]
+            expected += [Copy("cuda", "cpu", 4 * rows * engine.spec.vocab_rows)]
+        assert gpu.copies == expected
+        assert len(set(shapes)) < len(shapes) == sum(device == "cuda" for device, _, _ in gpu.runs)
+
+
+def test_caches_are_counted_on_the_device_that_holds_them(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with draftc.open(bundle, threads=1) as session:
+        one = session.target.engine.spec.kv_bytes()
+    room = one + one // 2  # for the caches of one graph
+    monkeypatch.setattr("draftc.runtime.memory.available_memory", lambda: room)
+    with pytest.raises(ResourceError, match=r"of memory, .* is available"):
+        draftc.open(bundle, threads=1)
+    install(monkeypatch, free=room)
+    draftc.open(bundle, threads=1, target_device="cuda").close()
+    with pytest.raises(ResourceError, match=r"of device memory, .* is free on cuda:0"):
+        draftc.open(bundle, threads=1, device="cuda", draft_device="cuda:0")
+    monkeypatch.setattr("draftc.runtime.memory.available_memory", lambda: 0)
+    install(monkeypatch, gpus=2, free=room)
+    draftc.open(bundle, threads=1, device="cuda", draft_device="cuda:1").close()
+
+
+def test_the_bundle_says_which_device_it_is_for(
+    bundle: Path, byte_level_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = install(monkeypatch)
+    tokenizer = Tokenizer.from_folder(byte_level_folder)
+    text = (bundle / MANIFEST_NAME).read_text(encoding="utf-8")
+    for manifests, expected in ((text, "cpu"), (text.replace('"device": "cpu"', '"device": "cuda"'), "cuda")):
+        assert expected in manifests
+        (bundle / MANIFEST_NAME).write_text(manifests, encoding="utf-8")
+        gpu.reset()
+        with draftc.open(bundle, threads=1) as session:
+            session.generate(tokenizer.encode(PROMPT), max_new_tokens=2, ignore_eos=True)
+        assert {device for device, _, _ in gpu.runs} == {expected}

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from draftc.runtime.errors import EngineError, UsageError
 from draftc.runtime.sampler import Sampler
-from draftc.runtime.warp import Sampling
+from draftc.runtime.warp import LogitsMask, Sampling
 from tests.runtime.fakes import reference_distribution
 
 LAST_BELOW_ONE = float(np.nextafter(1.0, 0.0))
@@ -204,3 +204,40 @@ def test_arguments_out_of_range_are_named() -> None:
     for token in (10, -1):
         with pytest.raises(UsageError, match=f"logit_bias names token {token}, outside the vocabulary of 10"):
             Sampler(Sampling(logit_bias={token: 1.0}), [], 10)
+
+
+@given(seed=st.integers(0, 2**40), counts=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=6))
+@settings(deadline=None, max_examples=50)
+def test_a_block_of_draws_is_the_same_draws_and_what_was_not_used_comes_again(
+    seed: int, counts: list[tuple[int, int]]
+) -> None:
+    blocks, one_by_one = (Sampler(Sampling(1.0), [], 8, seed=seed) for _ in range(2))
+    for count, unused in counts:
+        block = blocks.uniforms(count)
+        assert block.dtype == np.float32
+        unused = min(unused, count)
+        blocks.give_back(unused)
+        for cut in block[: count - unused].tolist():
+            whole = one_by_one.uniform()
+            assert whole - 2**-24 < cut <= whole
+    assert blocks.uniform() == one_by_one.uniform()
+
+
+def test_no_draw_of_a_block_reaches_one() -> None:
+    """Rounding to the nearest float32 would turn one in 2**25 draws into 1, which is no draw."""
+    sampler = scripted()
+    sampler._rng = type("Top", (), {"random": lambda self, count: np.full(count, LAST_BELOW_ONE)})()
+    assert sampler.uniforms(3).tolist() == [1 - 2**-24] * 3
+
+
+@pytest.mark.parametrize(
+    ("sampling", "mask", "sees"),
+    [
+        (Sampling(0.7, top_k=4), None, False),
+        (Sampling(), None, False),
+        (Sampling(0.7), lambda generated: None, True),
+        (EDITS, None, True),
+    ],
+)
+def test_who_needs_the_text_besides_the_logits(sampling: Sampling, mask: LogitsMask | None, sees: bool) -> None:
+    assert Sampler(sampling, [1], 8, seed=0, logits_mask=mask).sees_text == sees

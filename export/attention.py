@@ -35,6 +35,8 @@ class DecomposeAttention(InPlacePass):
     def _needs_it(self, node: ir.Node) -> bool:
         query, key, value = node.inputs[:3]
         assert query is not None
+        if len(node.inputs) != 4 or node.attributes.get_int("is_causal", 0) != 0:
+            return False  # not of the capture's form; `tensorrt.check_forms` refuses it
         if node.attributes.get_float("softcap", 0.0):
             return True
         if self.softcap_only:
@@ -51,7 +53,8 @@ def _write_out(graph: ir.Graph, node: ir.Node) -> None:
     assert dtype is not None
     heads, kv_heads = _dim(query, 1), _dim(key, 1)
     length = _dim(key, 2)
-    scale, cap = node.attributes.get_float("scale", 0.0), node.attributes.get_float("softcap", 0.0)
+    scale = node.attributes.get_float("scale", _dim(query, 3) ** -0.5)
+    cap = node.attributes.get_float("softcap", 0.0)
 
     def add(op_type: str, inputs: list[ir.Value | None], result: ir.DataType, **attributes: object) -> ir.Value:
         made = ir.node(op_type, inputs, attributes or None)  # type: ignore[arg-type]

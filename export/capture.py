@@ -9,6 +9,7 @@ R and a static L. Weights stay where the checkpoint loaded them: all three stage
 """
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +81,9 @@ def capture(
     report("write")
     with _stage("write"):
         ir.save(graph, path, external_data=path.name + ".data")
+    # The exporter's caches keep the graph for the life of the process. They may, but not the module's weights with it.
+    for weight in graph.graph.initializers.values():
+        weight.const_value = None
     return Captured(path, spec, max_length, max_width, rope_note)
 
 
@@ -163,6 +167,7 @@ def _convert(program: ExportedProgram, spec: GraphSpec) -> ir.Model:
     assert converted is not None
     model = converted.model
     graph = model.graph
+    _shield_small_numbers(graph)
     weights = set(graph.initializers)
     # Folding a node that reads a weight would store a second copy of it (the transpose of a tied head, for one).
     optimize_ir(model, should_fold=lambda node: False if any(v and v.name in weights for v in node.inputs) else None)
@@ -175,6 +180,30 @@ def _convert(program: ExportedProgram, spec: GraphSpec) -> ir.Model:
             weight.name = weight.name.removeprefix("model.")  # the checkpoint's own name, without `_Step`'s prefix
     _forget_origins(model)
     return model
+
+
+def _shield_small_numbers(graph: ir.Graph) -> None:
+    """Give numbers that are almost a neutral element one dimension.
+
+    The optimizer takes a scalar within 1e-8 of 0, or 1e-5 of 1, for x + 0 or x · 1 and drops it, but no one-dimensional
+    one. An epsilon of 1e-8 (helium's) keeps a norm of zeros from being NaN.
+    """
+    for node in list(graph.all_nodes()):
+        if node.op_type not in ("Add", "Sub", "Mul", "Div"):
+            continue
+        neutral = 0.0 if node.op_type in ("Add", "Sub") else 1.0
+        for index, (operand, other) in enumerate(zip(node.inputs, reversed(node.inputs), strict=True)):
+            tensor = ir.convenience.get_const_tensor(operand) if operand is not None else None
+            if tensor is None or len(tensor.shape) > 0 or other is None or not other.shape:
+                continue
+            number = float(tensor.numpy())
+            if number != neutral and math.isclose(number, neutral, rel_tol=2e-5, abs_tol=2e-8):
+                name = f"{node.op_type}_{tensor.dtype.name}_{number:.9g}"
+                if name not in graph.initializers:
+                    one = ir.tensor(tensor.numpy().reshape(1), dtype=tensor.dtype, name=name)
+                    typed = ir.TensorType(tensor.dtype)
+                    graph.register_initializer(ir.Value(name=name, shape=ir.Shape([1]), type=typed, const_value=one))
+                node.replace_input_with(index, graph.initializers[name])
 
 
 def _forget_origins(model: ir.Model) -> None:

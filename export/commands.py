@@ -5,7 +5,7 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -14,10 +14,15 @@ from rich.table import Table
 from draftc.runtime.cli_options import help_text
 from draftc.runtime.errors import UsageError
 from draftc.runtime.manifest import Manifest, to_json
+from draftc.runtime.records import BackendName, Device, Precision
+
+if TYPE_CHECKING:
+    from draftc.export.half import Half
+    from draftc.export.quantize import QuantizationScheme
 
 __all__ = ["compile_", "fetch", "register"]
 
-PRECISIONS = ("fp32", "int8", "int4")
+BLOCK_SIZE = 32
 
 
 def register(app: typer.Typer) -> None:
@@ -37,14 +42,37 @@ def compile_(
     recipe: Annotated[
         str | None, typer.Option(help="A tested pair of the catalog instead of --target/--draft.")
     ] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32, int8 or int4 (weights). Default: fp32.")] = None,
+    backend: Annotated[
+        str, typer.Option(help="onnxruntime, tensorrt-rtx (engines for any GPU, built anywhere) or tensorrt.")
+    ] = "onnxruntime",
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda: what the graphs are for. Default: cpu, or cuda for TensorRT.")
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="fp32, fp16, bf16, int8, int4 or fp8 (weights). Default: fp32, or fp16 for TensorRT."),
+    ] = None,
+    activations: Annotated[
+        str | None, typer.Option(help="fp16 or bf16: what int8, int4 and fp8 weights are multiplied in on CUDA.")
+    ] = None,
+    sm: Annotated[
+        str | None, typer.Option(help="GPUs to build for, with --backend tensorrt-rtx: 86,89,120 (89 is 8.9).")
+    ] = None,
+    batch: Annotated[
+        str, typer.Option(help="Rows that an engine takes: a number, or a range such as 1..4 (TensorRT).")
+    ] = "1",
     k: Annotated[int | None, typer.Option("-k", help="Tokens drafted per verification. Default: 4.")] = None,
     max_length: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer together. Default: 2048, or the model's context.")
     ] = None,
     max_width: Annotated[int, typer.Option(help="Widest verification; K can be set up to one less at run time.")] = 32,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per prefill call.")] = 256,
-    block_size: Annotated[int, typer.Option(help="Weights that share one scale: 16, 32, 64, 128 or 256.")] = 32,
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Weights that share one scale: 16 to 256; 0: one per output. Default: 32 (TensorRT int8 and fp8: 0)."
+        ),
+    ] = None,
     symmetric: Annotated[bool, typer.Option(help="Quantize without zero points.")] = True,
     accuracy_level: Annotated[int, typer.Option(help="MatMulNBits accuracy level, 0 to 4; 4 is int8 arithmetic.")] = 4,
     quantize_head: Annotated[bool, typer.Option(help="Quantize the output head.")] = True,
@@ -67,11 +95,13 @@ def compile_(
     --precision int4 -o out/qwen
 
     draftc compile --recipe smollm2-135m -o out/smollm2
+
+    draftc compile --recipe smollm2-135m --backend tensorrt-rtx --sm 89,120 --precision fp16 -o out/smollm2-rtx
     """
     from draftc.export.catalog import fetch_recipe, load_model, load_recipe
-    from draftc.export.compile import CompileOptions, compile_bundle
+    from draftc.export.compile import compile_bundle
+    from draftc.export.options import CompileOptions
     from draftc.export.progress import Lines, Quiet, RichReporter
-    from draftc.export.quantize import QuantizationScheme
 
     console = Console(stderr=True)
     report = Quiet() if quiet else Lines() if as_json else RichReporter(console)
@@ -84,7 +114,8 @@ def compile_(
         paths = fetch_recipe(chosen, report=report.note)
         target = str(paths[chosen.target])
         draft = str(paths.get(chosen.draft, chosen.draft))
-        precision = chosen.precision if precision is None else precision
+        if precision is None and not (backend != "onnxruntime" and chosen.precision == "fp32"):
+            precision = chosen.precision  # TensorRT has no fp32 engines
         k = chosen.k if k is None else k
         max_length = chosen.max_length if max_length is None else max_length
         name = chosen.name if name is None else name
@@ -92,19 +123,27 @@ def compile_(
         target_license, draft_license = licences[chosen.target], licences.get(chosen.draft)
     if target is None or draft is None:
         raise UsageError('name --target and --draft (a model, or "ngram"), or a --recipe')
-    precision = "fp32" if precision is None else precision
-    if precision not in PRECISIONS:
-        raise UsageError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    place: BackendName = _one_of("backend", backend, BackendName)
+    engines = place != "onnxruntime"
+    wanted: Device = _one_of("device", device or ("cuda" if engines else "cpu"), Device)
+    kind: Precision = _one_of("precision", precision or ("fp16" if engines else "fp32"), Precision)
+    half = _half(kind, activations, on_cuda=wanted == "cuda")
     scheme = None
-    if precision != "fp32":
-        bits = 4 if precision == "int4" else 8
-        scheme = QuantizationScheme(bits, block_size, symmetric, accuracy_level, quantize_head, quantize_embedding)
-    elif quantize_embedding or block_size != 32 or not symmetric or accuracy_level != 4 or not quantize_head:
-        raise UsageError("options of quantization need --precision int4 or int8")
+    if kind in ("int8", "int4", "fp8"):
+        if block_size is None:
+            block_size = 0 if kind == "fp8" or (engines and kind == "int8") else BLOCK_SIZE
+        scheme = _scheme(kind, block_size, symmetric, accuracy_level, quantize_head, quantize_embedding)
+    elif quantize_embedding or block_size is not None or not symmetric or accuracy_level != 4 or not quantize_head:
+        raise UsageError("options of quantization need --precision int8, int4 or fp8")
     options = CompileOptions(
         target=target,
         draft=draft,
         out=out,
+        backend=place,
+        device=wanted,
+        sms=tuple(part.strip() for part in sm.split(",")) if sm is not None else (),
+        batch=_batch(batch),
+        half=half,
         scheme=scheme,
         num_speculative_tokens=4 if k is None else k,
         max_length=max_length,
@@ -127,6 +166,52 @@ def compile_(
         manifest = compile_bundle(options, report)
         if as_json:
             print(to_json(manifest))
+
+
+def _one_of(name: str, value: str, allowed: Any) -> Any:
+    """`value`, if it is one of the words of the Literal `allowed`."""
+    if value not in get_args(allowed):
+        raise UsageError(f"{name} must be one of {', '.join(get_args(allowed))}, got {value!r}")
+    return value
+
+
+def _half(precision: Precision, activations: str | None, *, on_cuda: bool) -> "Half | None":
+    """What the graphs compute in: the precision itself, or on CUDA what quantized weights are multiplied in."""
+    if precision in ("fp32", "fp16", "bf16"):
+        if activations is not None:
+            raise UsageError("--activations goes with --precision int8, int4 or fp8")
+        return None if precision == "fp32" else precision
+    if activations is not None and not on_cuda:
+        raise UsageError("--activations is for --device cuda: on the CPU activations are fp32")
+    if not on_cuda:
+        return None
+    chosen: Half = _one_of("activations", activations or "fp16", Literal["fp16", "bf16"])
+    return chosen
+
+
+def _scheme(
+    precision: Precision, block_size: int, symmetric: bool, accuracy_level: int, head: bool, embedding: bool
+) -> "QuantizationScheme":
+    from draftc.export.quantize import QuantizationScheme
+
+    return QuantizationScheme(
+        bits=4 if precision == "int4" else 8,
+        block_size=block_size,
+        symmetric=symmetric,
+        accuracy_level=accuracy_level,
+        head=head,
+        embedding=embedding,
+        format="fp8" if precision == "fp8" else "int",
+    )
+
+
+def _batch(text: str) -> tuple[int, int]:
+    """(fewest, most) of "4" or "1..4"."""
+    fewest, dots, most = text.partition("..")
+    try:
+        return int(fewest), int(most if dots else fewest)
+    except ValueError:
+        raise UsageError(f"batch must be a number of rows or a range such as 1..4, got {text!r}") from None
 
 
 def fetch(
@@ -175,7 +260,7 @@ def _print_summary(console: Console, out: Path, manifest: Manifest, seconds: flo
         table.add_row(role, f"{what}, {rounded.quantized_matmuls} MatMuls at {rounded.bits} bits" if rounded else what)
         for report in manifest.parity:
             if report.graph == role:
-                against = "eager PyTorch" if report.stage == "capture" else "the float graph"
+                against = {"capture": "eager PyTorch", "half": "float32", "quantize": "the float graph"}[report.stage]
                 table.add_row(
                     "",
                     f"against {against}: max |Δlogit| {report.max_abs_diff:.2g}, KL {report.kl:.2g}, "

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from draftc.runtime.errors import UnsupportedModelError
 
-__all__ = ["check_supported"]
+__all__ = ["REFUSED", "check_supported"]
 
 _OWN_ATTENTION = "it computes attention in its own code, which the exporter cannot replace by ONNX Attention"
 _ALIBI = "its positions are ALiBi biases on the attention scores, which the exporter does not carry"
@@ -20,7 +20,7 @@ _ENCODER = "it is an encoder, which sees the tokens to its right"
 _MULTIMODAL = "it is a vision or audio model; compile a text-only causal language model"
 
 # Families that were tried and do not work, by `model_type`, where no property of the config gives them away.
-_REFUSED: Mapping[str, str] = {
+REFUSED: Mapping[str, str] = {
     "falcon": _OWN_ATTENTION,
     "bloom": _ALIBI,
     "mpt": _ALIBI,
@@ -63,8 +63,8 @@ def check_supported(config: PreTrainedConfig) -> None:
 def _reason(config: PreTrainedConfig) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder; speculative decoding here needs a decoder-only model"
-    if config.model_type in _REFUSED:
-        return _REFUSED[config.model_type]
+    if config.model_type in REFUSED:
+        return REFUSED[config.model_type]
     if config.sub_configs or any(hasattr(config, part) for part in ("vision_config", "audio_config")):
         return _MULTIMODAL
     if getattr(config, "alibi", False) or getattr(config, "use_alibi", False):

@@ -149,7 +149,9 @@ def _is_rotate_half(value: ir.Value, x: ir.Value) -> bool:
     """Whether `value` is Concat(-x[…, D/2:], x[…, :D/2])."""
     concat = _made_by(value, "Concat")
     size = _static(x, 3)
-    if concat is None or len(concat.inputs) != 2 or size == 0 or size % 2:
+    if concat is None or len(concat.inputs) != 2 or concat.attributes.get_int("axis", 0) not in (3, -1):
+        return False
+    if size == 0 or size % 2:
         return False
     negated, first = concat.inputs
     negation = _made_by(negated, "Neg")
@@ -184,7 +186,8 @@ def _table(value: ir.Value) -> ir.Value | None:
             return None
         if producer.op_type == "Concat":
             halves = producer.inputs
-            return table if len(halves) == 2 and halves[0] is halves[1] else None
+            repeats = len(halves) == 2 and halves[0] is halves[1]
+            return table if repeats and producer.attributes.get_int("axis", 0) in (2, -1) else None
         if producer.op_type == "Mul" and producer.inputs[1] is not None and _is_scalar(producer.inputs[1]):
             source = producer.inputs[0]  # a scaling of the angles' cosines (yarn, longrope) repeats as they do
         elif producer.op_type in ("Cast", "Cos", "Sin"):

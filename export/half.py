@@ -23,7 +23,9 @@ __all__ = ["HALF_TYPES", "Float32Scalars", "Half", "WidenFloats", "cast_paramete
 
 Half = Literal["fp16", "bf16"]
 HALF_TYPES: dict[Half, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
-WITH_NUMBERS = frozenset({"add", "sub", "mul", "div", "true_divide", "__rsub__", "__rdiv__"})
+WITH_NUMBERS = frozenset(
+    {"add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "rsub", "__rsub__", "__rdiv__"}
+)
 NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -50,10 +52,10 @@ def _halved(model: PreTrainedModel, half: Half) -> Iterator[torch.nn.Parameter]:
 
 
 class Float32Scalars(TorchFunctionMode):
-    """While a half-typed model is traced: arithmetic with a Python number is done in float32, as ATen's kernels do it.
+    """While a half-typed model is traced: arithmetic with a Python number is done in float32 and rounded once.
 
-    They widen both operands inside; the exporter would round the number to the half type instead (0.044715, of the
-    tanh GELU, by 0.1 % in bf16).
+    So do ATen's kernels on CUDA, which widen both operands inside; the exporter would round the number to the half type
+    instead (0.044715, of the tanh GELU, by 0.1 % in bf16).
     """
 
     def __torch_function__(
@@ -61,16 +63,21 @@ class Float32Scalars(TorchFunctionMode):
     ) -> Any:
         """Run `func`; in float32 and back where it is such an operation."""
         kwargs = kwargs or {}
-        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        operands = [*args, *kwargs.values()]
+        tensors = [value for value in operands if isinstance(value, torch.Tensor)]
         if not tensors or any(tensor.dtype not in HALF_TYPES.values() for tensor in tensors):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        numbers = [value for value in args if isinstance(value, float)]
+        numbers = [value for value in operands if isinstance(value, float)]
         rounds = name in WITH_NUMBERS and any(_is_rounded(number, tensors[0].dtype) for number in numbers)
         if not rounds and name != "gelu":
             return func(*args, **kwargs)
-        wide = [value.float() if isinstance(value, torch.Tensor) else value for value in args]
-        return func(*wide, **kwargs).to(tensors[0].dtype)
+        wide = [_float(value) for value in args]
+        return func(*wide, **{name: _float(value) for name, value in kwargs.items()}).to(tensors[0].dtype)
+
+
+def _float(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) else value
 
 
 def _is_rounded(number: float, dtype: torch.dtype) -> bool:

@@ -5,6 +5,7 @@ tolerance that only reordered float32 sums fit into; then the quantized graph ag
 predictions differ. Both run through the runtime's own engine, in the widths that the loop uses, with a rewind.
 """
 
+import math
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_KL",
     "Comparison",
+    "LogitRows",
     "check_capture",
-    "check_quantized",
+    "check_rounded",
     "compare",
     "eager_logits",
     "graph_logits",
@@ -131,12 +133,13 @@ def check_capture(name: str, result: Comparison) -> float:
     return tolerance
 
 
-def check_quantized(name: str, result: Comparison) -> None:
-    """Raise ParityError when quantization broke the model rather than rounded it."""
-    if result.kl > MAX_KL:
+def check_rounded(name: str, precision: str, result: Comparison) -> None:
+    """Raise ParityError when a smaller type broke the model rather than rounded it. `precision` is its name."""
+    if result.kl > MAX_KL or not math.isfinite(result.kl):
+        way_out = "--precision bf16" if precision == "fp16" else "--precision int8, or one without integers"
         raise ParityError(
-            f"{name}: the quantized graph predicts something else than the checkpoint (KL {result.kl:.2f} nats, "
-            f"{result.greedy_agreement:.0%} same argmax): use --precision int8 or fp32; nothing was written"
+            f"{name}: the {precision} graph predicts something else than the checkpoint (KL {result.kl:.2f} nats, "
+            f"{result.greedy_agreement:.0%} same argmax): use {way_out}; nothing was written"
         )
 
 

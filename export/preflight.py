@@ -14,9 +14,10 @@ from draftc.runtime.memory import available_memory, format_bytes
 
 __all__ = ["Requirements", "check", "estimate"]
 
-# Bytes per quantized weight: blocks of 32 values and one fp32 scale each.
-WEIGHT_BYTES = {"fp32": 4.0, "int8": 1 + 4 / 32, "int4": 0.5 + 4 / 32}
-FP32 = 4
+# Bytes per weight, without the scale of its block.
+WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5, "fp8": 1.0}
+FLOATS = ("fp32", "fp16", "bf16")
+FP32, HALF = 4, 2
 # Peak memory of one model: its fp32 weights, what the exporter or the quantizer holds besides (up to one more copy),
 # and the packages themselves.
 COPIES = 2.0
@@ -65,16 +66,21 @@ def estimate(
     max_width: int = 32,
     prefill_chunk: int = 256,
     block_size: int = 32,
+    half: bool = False,
+    engines: bool = False,
 ) -> Requirements:
     """Estimate what compiling `infos` (target first, then a draft model if there is one) needs.
 
-    The fp32 graph of each model is written before it is quantized, so it counts as temporary disk. The embedding table
-    and experts stay fp32, and a head that was tied to it is quantized as a matrix of its own. Raises UsageError for an
-    unknown precision.
+    The float graph of each model is written before it is quantized, so it counts as temporary disk; `half` says that it
+    is in fp16 or bf16, then a float32 copy for the parity gate comes and goes besides; `engines`, that the graph is
+    there while its engine is written. The embedding table and experts stay float, and a head that was tied to it is
+    quantized as a matrix of its own. Raises UsageError for an unknown precision.
     """
     if precision not in WEIGHT_BYTES:
         raise UsageError(f"precision must be one of {', '.join(WEIGHT_BYTES)}, is {precision!r}")
-    per_weight = WEIGHT_BYTES[precision] if precision == "fp32" else WEIGHT_BYTES[precision] - 4 / 32 + 4 / block_size
+    quantized = precision not in FLOATS
+    float_bytes = HALF if half else FP32
+    per_weight = WEIGHT_BYTES[precision] + (float_bytes / block_size if quantized else 0.0)
     weights = [FP32 * info.parameters for info in infos]
     call_tokens = max(max_width, min(prefill_chunk, max_length))
     gathered = [FP32 * call_tokens * info.experts_per_token for info in infos]
@@ -85,10 +91,16 @@ def estimate(
         max(COPIES * size + 2 * kv, size + kv + copied)
         for size, kv, copied in zip(weights, buffers, gathered, strict=True)
     ]
-    finished = [_finished_bytes(info, per_weight, quantized=precision != "fp32") + GRAPH_BYTES for info in infos]
+    finished = [_finished_bytes(info, per_weight, float_bytes, quantized=quantized) + GRAPH_BYTES for info in infos]
     bundle = sum(finished)
+    largest = max(info.parameters for info in infos)
+    temporary = float_bytes * largest if quantized else 0
+    if half:
+        temporary += FP32 * largest  # for the parity gate
+    if engines:
+        temporary = max(temporary, max(finished))
     return Requirements(
-        disk_bytes=bundle + (max(weights) if precision != "fp32" else 0),
+        disk_bytes=bundle + temporary,
         bundle_bytes=bundle,
         ram_bytes=int(max(peaks)) + BASE_BYTES,
         kv_bytes=sum(buffers),
@@ -97,12 +109,12 @@ def estimate(
     )
 
 
-def _finished_bytes(info: CheckpointInfo, per_weight: float, *, quantized: bool) -> int:
+def _finished_bytes(info: CheckpointInfo, per_weight: float, float_bytes: int, *, quantized: bool) -> int:
     if not quantized:
-        return FP32 * info.parameters
+        return float_bytes * info.parameters
     table = info.shape.vocab_rows * info.shape.hidden_size
     matrices = info.parameters - info.expert_parameters - (0 if info.tied else table)
-    return int(FP32 * (table + info.expert_parameters) + per_weight * matrices)
+    return int(float_bytes * (table + info.expert_parameters) + per_weight * matrices)
 
 
 def check(requirements: Requirements, work_dir: Path) -> None:

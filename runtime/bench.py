@@ -112,12 +112,19 @@ class Totals:
 
 @dataclass(frozen=True)
 class Machine:
-    """What it ran on. `threads` is what was asked for per graph, None for ONNX Runtime's own choice."""
+    """What it ran on. `threads` is what was asked for per graph, None for ONNX Runtime's own choice.
+
+    `backend` is the bundle's, with the version of its package here. `devices` by graph ("target", "draft"). With
+    `cuda_graph`, calls on a GPU may be captured.
+    """
 
     platform: str
     processor: str
     cpu_count: int
     threads: int | None
+    backend: str
+    devices: dict[str, str]
+    cuda_graph: bool
     python: str
     numpy: str
     onnxruntime: str
@@ -203,7 +210,7 @@ def bench(
     return BenchReport(
         bundle=session.manifest.name,
         precision=session.manifest.precision,
-        machine=_machine(threads),
+        machine=_machine(session, threads),
         max_new_tokens=max_new_tokens,
         repeats=repeats,
         sampling=sampling,
@@ -318,23 +325,31 @@ def _ratio(a: float, b: float) -> float:
     return a / b if b else math.nan
 
 
-def _machine(threads: int | None) -> Machine:
+def _machine(session: Session, threads: int | None) -> Machine:
+    backend = session.manifest.backend.name
+    packages = ("onnxruntime", "onnxruntime-gpu") if backend == "onnxruntime" else (backend,)
     return Machine(
         platform=platform.platform(),
         processor=_processor(),
         cpu_count=os.cpu_count() or 1,
         threads=threads,
+        backend=f"{backend} {_version(*packages)}",
+        devices={role: graph.device for role, graph in session.options.items()},
+        cuda_graph=any(graph.cuda_graph and graph.kind != "cpu" for graph in session.options.values()),
         python=platform.python_version(),
         numpy=importlib.metadata.version("numpy"),
-        onnxruntime=next((v for v in map(_version, ("onnxruntime", "onnxruntime-gpu")) if v), "not installed"),
+        onnxruntime=_version("onnxruntime", "onnxruntime-gpu"),
     )
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _version(*distributions: str) -> str:
+    """The version of the first of `distributions` that is installed."""
+    for distribution in distributions:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "not installed"
 
 
 def _processor() -> str:

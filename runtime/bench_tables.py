@@ -41,7 +41,10 @@ def render(report: BenchReport) -> RenderableType:
     )
     machine = report.machine
     threads = "default threads" if machine.threads is None else f"{machine.threads} threads"
-    where = f"{machine.processor}, {machine.cpu_count} CPUs, {threads}, onnxruntime {machine.onnxruntime}"
+    where = f"{machine.processor}, {machine.cpu_count} CPUs, {threads}, {machine.backend}"
+    if on_gpu := [f"{role} on {device}" for role, device in machine.devices.items() if device != "cpu"]:
+        graphs = "with CUDA graphs" if machine.cuda_graph else "without CUDA graphs"
+        where = f"{', '.join(on_gpu)}, {graphs}, {machine.backend}; {machine.processor}"
     lines: list[RenderableType] = [Text(head, style="bold"), Text(where, style="dim"), speed]
     lines += [Text("\nWhere the decode time goes", style="bold"), spent]
     unsteady = sorted({record.mode for record in report.records if not record.repeatable})

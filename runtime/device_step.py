@@ -11,6 +11,7 @@ again is captured as one CUDA graph.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +22,9 @@ from numpy.typing import NDArray
 from draftc.runtime import graphio
 from draftc.runtime.cuda import Block
 from draftc.runtime.engine import Engine, Tokens
-from draftc.runtime.errors import EngineError
+from draftc.runtime.errors import DraftcWarning, EngineError
 from draftc.runtime.tensorrt import TensorRtEngine
-from draftc.runtime.warp import Sampling
+from draftc.runtime.warp import TEMPERATURES, Sampling
 
 __all__ = ["Chances", "DeviceStep", "Verified", "is_partner"]
 
@@ -80,7 +81,7 @@ class DeviceStep:
         self.draft = draft
         self.gpu = target.gpu
         self.note = "" if target.cuda_graph else "switched off"
-        width, _ = shape
+        width, self._vocabulary = shape
         proposal = draft.proposal_width if draft else 1
         self.gpu.enter()
         self._inputs = Block(
@@ -166,8 +167,12 @@ class DeviceStep:
     def _begin(self, sampling: Sampling, chances: Chances) -> dict[str, NDArray[np.generic]]:
         self.gpu.enter()  # also waits for what an interrupted step left running: it reads the same memory
         host = self._inputs.host
-        for name in SAMPLING:
-            host[name][0] = getattr(sampling, name)
+        # Within float32 and int64, where the limits mean the same: see warp.
+        least, most = TEMPERATURES
+        host[graphio.TEMPERATURE][0] = 0.0 if sampling.greedy else min(max(sampling.temperature, least), most)
+        host[graphio.TOP_K][0] = min(sampling.top_k, self._vocabulary)
+        host[graphio.TOP_P][0] = sampling.top_p
+        host[graphio.MIN_P][0] = sampling.min_p
         host[graphio.UNIFORMS][: chances.verify.size] = chances.verify
         for i, uniform in enumerate(chances.draft):
             host[_uniform(i)][0] = uniform
@@ -187,9 +192,10 @@ class DeviceStep:
         if not regular or self.note:
             queue(False, False)
             return
-        self._seen[kind] = self._seen.get(kind, 0) + 1
-        if self._seen[kind] < CAPTURED_AT:
-            queue(self._seen[kind] > 1, False)
+        seen = self._seen.get(kind, 0)
+        if seen + 1 < CAPTURED_AT:
+            queue(seen > 0, False)
+            self._seen[kind] = seen + 1  # only now: an interrupt in between must not count as a step
             return
         graph = self._graphs.get(kind) or self._capture(kind, lambda: queue(True, True))
         if graph is None:
@@ -208,13 +214,18 @@ class DeviceStep:
             )
         )
         if not able:
-            self.note = "TensorRT cannot capture this engine"
+            self._run_without_graphs("TensorRT cannot capture this engine")
             return None
         try:
             return self.gpu.capture(work)
         except EngineError as error:
-            self.note = str(error)  # steps run as before; what is really broken shows there
+            self._run_without_graphs(str(error))  # steps run as before; what is really broken shows there
             return None
+
+    def _run_without_graphs(self, cause: str) -> None:
+        self.note = cause
+        message = f"steps on the GPU run without CUDA graphs, so each costs more: {cause}"
+        warnings.warn(message, DraftcWarning, stacklevel=2)
 
     def _queue_drafted(self, kind: _Kind, fixed: bool, captured: bool) -> None:
         assert self.draft is not None

@@ -210,9 +210,8 @@ class KernelCache:
         """Write the cache's file where its content has changed. A folder that can't be written to costs time alone."""
         if self._cache is None:
             return
-        data = bytes(self._cache.serialize())
-        self._cache = None
-        if data == self._loaded:
+        data, self._cache = self._cache.serialize(), None
+        if data is None or (data := bytes(data)) == self._loaded:
             return
         with contextlib.suppress(OSError), _replacing(self.path) as part:
             part.write_bytes(data)

@@ -129,6 +129,11 @@ class Manifest:
             tail = model.spec.tail
             rule = "the verification's for a target, the draft's for a draft"
             need(tail in (None, "verify" if where == "target" else "draft"), f"{where}.spec tail", rule, tail)
+            if model.spec.q_shape is not None:
+                slots, vocabulary = model.spec.q_shape
+                rule = f"of max_width ({width}) slots and vocab_size ({self.vocab_size})"
+                fits = (slots, vocabulary) == (width, self.vocab_size)
+                need(fits, f"{where}.spec tail", rule, f"{slots} and {vocabulary}")
             rows = model.spec.vocab_rows
             need(
                 self.vocab_size <= rows,

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self, TypeVar, Unpack
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from draftc.runtime.backends import check_device_options, open_engine, open_loops
 from draftc.runtime.bundle import open_bundle
 from draftc.runtime.decoder import Decoder, Limits
-from draftc.runtime.devices import Role, assign_devices, require_kv_memory
+from draftc.runtime.devices import DeviceOptions, Role, assign_devices, require_kv_memory
 from draftc.runtime.drafter import Drafter, ModelDrafter, NgramDrafter
 from draftc.runtime.engine import Engine
 from draftc.runtime.errors import SessionBusyError, UsageError
@@ -96,7 +97,8 @@ class Session:
     """An open bundle. One request at a time: a second thread gets SessionBusyError and should open its own session.
 
     Between requests the KV caches are kept, so that a prompt which begins like the last one is not prefilled again.
-    `drafters` by method; "plain" needs none. `loops` are the backend's own, where it has them.
+    `drafters` by method; "plain" needs none. `loops` are the backend's own, where it has them. `options` say where each
+    graph runs.
     """
 
     def __init__(
@@ -106,12 +108,14 @@ class Session:
         target: Decoder,
         drafters: Mapping[str, Drafter],
         loops: LoopMaker | None = None,
+        options: Mapping[Role, DeviceOptions] = MappingProxyType({}),
     ) -> None:
         self.manifest = manifest
         self.tokenizer = tokenizer
         self.target = target
         self.drafters = drafters
         self.loops = loops
+        self.options = options
         self._lock = threading.Lock()
         self._closed = False
         self._streams: weakref.WeakSet[GenerationStream] = weakref.WeakSet()
@@ -315,7 +319,7 @@ def open_session(
         draft_engine = None if draft is None else draft.engine
         target = decoder("target", draft_engine)
         loops = open_loops(backend, target.engine, draft_engine, max_call=max_call)
-        session = Session(manifest, tokenizer, target, drafters, loops)
+        session = Session(manifest, tokenizer, target, drafters, loops, options)
         opened.pop_all()  # from here on the session closes them
     return session
 

@@ -308,9 +308,13 @@ class TensorRtEngine:
     # --- opening and closing ------------------------------------------------------------------------------------------
 
     def _check_limits(self, max_call: int, max_rows: int) -> None:
-        decode, prefill = self._profiles
+        decode, _ = self._profiles
+        if (fewest := max(profile.batch.min for profile in self._profiles)) > 1:
+            raise BundleError(
+                f"the engine takes {fewest} rows or more at once, and this runtime decodes one: compile with --batch 1"
+            )
         smallest = _within(decode, 1, 1) and _within(decode, max_rows, max_rows)
-        if not smallest or not _within(prefill, max_call, 1):
+        if not smallest or self._fitting(max_call, 1) is None:
             raise BundleError(
                 f"the engine's profiles do not take the bundle's calls of {max_rows} rows and {max_call} tokens: "
                 "compile the bundle again"
@@ -357,6 +361,7 @@ class _Context:
     def bind(self, name: str, address: int) -> None:
         """Say where tensor `name` is."""
         if self._addresses.get(name) != address:
+            self._addresses.pop(name, None)  # not known until it is set: an interrupt may come in between
             if not self.context.set_tensor_address(name, address):
                 raise EngineError(f"tensor {name} cannot be bound: {self._file.cause()}")
             self._addresses[name] = address
@@ -366,6 +371,7 @@ class _Context:
         for name, address in addresses.items():
             self.bind(name, address)
         if self._shape != (width, rows):
+            self._shape = None  # as above
             sizes = {"B": 1, "S": width, "R": rows, "P": self._proposal_width}
             for tensor in self._dynamic:
                 shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in tensor.shape)

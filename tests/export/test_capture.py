@@ -123,6 +123,19 @@ def test_slack_behind_the_last_position_is_clamped(
     np.testing.assert_allclose(logits[:, 0], reference[:, -1], rtol=0, atol=tolerance(reference))
 
 
+def test_a_tiny_epsilon_is_not_taken_for_zero(tmp_path: Path, graph_runner: type["GraphRunner"]) -> None:
+    """helium's is 1e-8; without it, the norm of a token whose embedding is zero is NaN."""
+    model = tiny_model("helium", num_hidden_layers=1, head_dim=16)
+    assert model.config.rms_norm_eps == 1e-8
+    tokens = text()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokens[0, 3]] = 0
+    reference = eager_logits(model, tokens)
+    captured = capture_tiny(model, tmp_path)
+    for positions, logits in rewind_run(graph_runner(captured.path, captured.spec), tokens):
+        np.testing.assert_allclose(logits, reference[:, positions], rtol=0, atol=tolerance(reference))
+
+
 def test_max_length_beyond_the_position_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="max_length 49 exceeds the model's 48 positions; use 48 or less"):
         capture_tiny(tiny_model("gpt2", **TABLE), tmp_path, max_length=MAX_LENGTH + 1)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import draftc.runtime as runtime
+from draftc.export import build, parity, preflight
 from draftc.export import compile as pipeline
-from draftc.export import parity, preflight
-from draftc.export.compile import CompileOptions, compile_bundle
+from draftc.export.compile import compile_bundle
+from draftc.export.options import CompileOptions
 from draftc.export.progress import Quiet
 from draftc.export.quantize import QuantizationScheme
 from draftc.runtime.cli import build_app
@@ -155,7 +156,7 @@ def test_gpt2_has_all_its_weights_quantized(tmp_path: Path) -> None:
     """Its layers are Gemm nodes with (K, N) weights, not MatMuls."""
     save_folder(tmp_path / "gpt2", tiny_model("gpt2", n_embd=64, n_layer=2, n_head=4, max_position_embeddings=96))
     out = tmp_path / "out"
-    compile_bundle(CompileOptions(str(tmp_path / "gpt2"), "ngram", out, QuantizationScheme(8)))
+    compile_bundle(CompileOptions(str(tmp_path / "gpt2"), "ngram", out, scheme=QuantizationScheme(8)))
     manifest = manifest_of(out)
     assert manifest.max_length == 96  # its position table
     assert manifest.target.quantization is not None
@@ -193,14 +194,14 @@ def test_a_capture_that_computes_something_else_is_not_written(
     assert nothing_at(tmp_path / "out")
 
 
-@pytest.mark.parametrize("where", ["capture", "write_tokenizer"])
+@pytest.mark.parametrize(("module", "where"), [(build, "capture"), (pipeline, "write_tokenizer")])
 def test_an_interrupt_leaves_nothing(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, where: str
 ) -> None:
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipeline, where, interrupt)
+    monkeypatch.setattr(module, where, interrupt)
     with pytest.raises(KeyboardInterrupt):
         compile_bundle(options(sources, tmp_path / "out", draft="ngram"))
     assert nothing_at(tmp_path / "out")
@@ -209,7 +210,7 @@ def test_an_interrupt_leaves_nothing(
 def test_a_pair_that_does_not_fit_is_refused_before_any_work(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "load", lambda *_, **__: pytest.fail("loaded weights"))
+    monkeypatch.setattr(build, "load", lambda *_, **__: pytest.fail("loaded weights"))
     with pytest.raises(PairError):
         compile_bundle(options(sources, tmp_path / "out", draft=str(sources / "other")))
     assert nothing_at(tmp_path / "out")
@@ -221,7 +222,7 @@ def test_a_learned_position_table_that_is_too_short_is_refused_before_any_work(
 ) -> None:
     short = tiny_model("gpt2", n_embd=64, n_layer=1, n_head=4, max_position_embeddings=90)
     save_folder(tmp_path / "short", short)
-    monkeypatch.setattr(pipeline, "load", lambda *_, **__: pytest.fail("loaded weights"))
+    monkeypatch.setattr(build, "load", lambda *_, **__: pytest.fail("loaded weights"))
     with pytest.raises(UsageError, match=f"max_length 96 exceeds the 90 positions of the {side} .*short: use"):
         compile_bundle(options(sources, tmp_path / "out", **{side: str(tmp_path / "short")}))
     assert nothing_at(tmp_path / "out")
@@ -231,7 +232,7 @@ def test_a_tokenizer_that_the_runtime_refuses_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_folder(tmp_path / "m", tiny_model(), tiny_tokenizer(chat_template="{% for %}"))
-    monkeypatch.setattr(pipeline, "load", lambda *_, **__: pytest.fail("loaded weights"))
+    monkeypatch.setattr(build, "load", lambda *_, **__: pytest.fail("loaded weights"))
     with pytest.raises(CheckpointError, match="chat template"):
         compile_bundle(CompileOptions(str(tmp_path / "m"), "ngram", tmp_path / "out", max_length=64))
 
@@ -263,7 +264,8 @@ def test_experts_stay_in_float_and_are_named(tmp_path: Path) -> None:
     save_folder(tmp_path / "moe", tiny_model("qwen3_moe", num_hidden_layers=1, **sizes))
     notes = Notes()
     manifest = compile_bundle(
-        CompileOptions(str(tmp_path / "moe"), "ngram", tmp_path / "out", QuantizationScheme(8), max_length=64), notes
+        CompileOptions(str(tmp_path / "moe"), "ngram", tmp_path / "out", scheme=QuantizationScheme(8), max_length=64),
+        notes,
     )
     assert manifest.target.quantization is not None
     assert manifest.target.quantization.quantized_matmuls == 4 + 1 + 1  # q k v o, the router, the head
@@ -277,7 +279,7 @@ def test_experts_stay_in_float_and_are_named(tmp_path: Path) -> None:
 
 
 def test_the_gate_holds_no_more_logits_than_fit(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "LOGITS_BYTES", 4 * 336 * 40)
+    monkeypatch.setattr(build, "LOGITS_BYTES", 4 * 336 * 40)
     manifest = compile_bundle(options(sources, tmp_path / "out", draft="ngram"))
     assert 20 <= manifest.parity[0].tokens <= 40
 
@@ -286,7 +288,7 @@ def test_too_little_memory_is_refused_before_any_work(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "available_memory", lambda: 1024)
-    monkeypatch.setattr(pipeline, "load", lambda *_, **__: pytest.fail("loaded weights"))
+    monkeypatch.setattr(build, "load", lambda *_, **__: pytest.fail("loaded weights"))
     with pytest.raises(ResourceError, match="memory"):
         compile_bundle(options(sources, tmp_path / "out"))
     assert nothing_at(tmp_path / "out")

@@ -117,9 +117,11 @@ def test_the_tolerance_follows_the_size_of_the_logits() -> None:
 
 
 def test_a_quantized_graph_that_predicts_something_else_is_refused() -> None:
-    parity.check_quantized("tiny", parity.Comparison(9, 11.0, 0.35, 0.7, 40))
-    with pytest.raises(ParityError, match="int8 or fp32"):
-        parity.check_quantized("tiny", parity.Comparison(9, 11.0, 1.5, 0.2, 40))
+    parity.check_rounded("tiny", "int4", parity.Comparison(9, 11.0, 0.35, 0.7, 40))
+    with pytest.raises(ParityError, match=r"the int4 graph .* use --precision int8"):
+        parity.check_rounded("tiny", "int4", parity.Comparison(9, 11.0, 1.5, 0.2, 40))
+    with pytest.raises(ParityError, match=r"the fp16 graph .* use --precision bf16"):
+        parity.check_rounded("tiny", "fp16", parity.Comparison(9, 11.0, float("nan"), 0.2, 40))
 
 
 def test_eager_logits_are_the_models_own() -> None:

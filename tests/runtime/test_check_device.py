@@ -45,7 +45,7 @@ def test_the_devices_own_draws_are_tested(device: Session) -> None:
 def test_a_device_that_draws_from_another_distribution_is_found(
     device: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if a kernel took the fourth power of each uniform: the host's loop, and greedy output, are as they should be."""
+    """As if a kernel took the fourth power of each uniform: greedy output and the host loop are as they should be."""
     drawn = Sampler.uniforms
     monkeypatch.setattr(Sampler, "uniforms", lambda self, count: drawn(self, count) ** 4)
     details = sampling_part(device)

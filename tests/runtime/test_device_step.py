@@ -12,6 +12,7 @@ from draftc.runtime.decoder import Decoder, Limits
 from draftc.runtime.device_loop import DeviceLoops, open_device_loops
 from draftc.runtime.devices import DeviceOptions
 from draftc.runtime.drafter import Drafter, ModelDrafter, NgramDrafter
+from draftc.runtime.errors import DraftcWarning
 from draftc.runtime.graphio import GraphSpec
 from draftc.runtime.kvcache import TokenBuffer
 from draftc.runtime.loop import Loop, Step
@@ -108,6 +109,27 @@ def test_every_step_is_the_hosts_whatever_k(paired: Callable[..., Pair], prompt:
     assert {step.proposed for step in device} == {0, 1, 2, 3, 4, 5}
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0, top_k=10**30),
+        Sampling(temperature=1.0, top_k=VOCAB + 1),
+        Sampling(temperature=1e60),
+        Sampling(temperature=1e-60),
+        Sampling(temperature=1.0, top_p=1e-60),
+        Sampling(temperature=1.0, min_p=1e-60),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("error")
+def test_parameters_that_the_device_has_no_number_for(paired: Callable[..., Pair], sampling: Sampling) -> None:
+    pair = paired()
+    device = steps_of(pair.loop("device", [5, 9, 4], sampling), [3] * 4)
+    pair.target.cache.clear()
+    pair.draft.cache.clear()
+    assert device == steps_of(pair.loop("host", [5, 9, 4], sampling), [3] * 4)
+
+
 @pytest.mark.parametrize("method", ["draft_model", "ngram", "plain"])
 def test_host_and_device_steps_may_alternate_over_one_cache(paired: Callable[..., Pair], method: str) -> None:
     prompt = list(range(3, 22))
@@ -186,7 +208,9 @@ def test_graphs_serve_the_next_request_with_its_own_parameters(gpu: Gpu, paired:
 
 def test_an_engine_that_cannot_be_captured_is_run_as_it_is(gpu: Gpu, paired: Callable[..., Pair]) -> None:
     pair = paired(capturable=False)
-    steps = steps_of(pair.loop("device", [5, 6, 7]), [3] * 6)
+    with pytest.warns(DraftcWarning, match="without CUDA graphs, .*: TensorRT cannot capture this engine") as warned:
+        steps = steps_of(pair.loop("device", [5, 6, 7]), [3] * 6)
+    assert len(warned) == 1
     assert (gpu.cuda.captures, pair.loops.step.note) == (0, "TensorRT cannot capture this engine")
     assert steps == steps_of(paired().loop("host", [5, 6, 7]), [3] * 6)
 

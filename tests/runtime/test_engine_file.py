@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from draftc.runtime.devices import DeviceOptions
@@ -250,6 +251,29 @@ def test_profiles_of_other_sizes_are_refused(gpu: Gpu, tmp_path: Path, opened: O
     with pytest.raises(BundleError, match=rf"do not take the bundle's calls of {MAX_WIDTH} rows and 8 tokens"):
         opened(info=narrow)
     assert gpu.cuda.used == 0
+
+
+def test_a_prefill_chunk_narrower_than_a_verification(gpu: Gpu, graph: Path, tmp_path: Path) -> None:
+    """The decode profile takes what is wider."""
+    decode, prefill = INFO.profiles
+    info = replace(INFO, profiles=(decode, replace(prefill, tokens=Range(min=1, opt=4, max=4))))
+    engine = TensorRtEngine(
+        write_engine(tmp_path / "model.engine", graph, SPEC, info),
+        SPEC,
+        built=BUILT,
+        info=info,
+        max_call=MAX_WIDTH,
+        max_rows=MAX_WIDTH,
+        options=DeviceOptions("cuda"),
+    )
+    assert engine.forward(np.arange(MAX_WIDTH), 0, 1).shape == (1, SPEC.vocab_rows)
+
+
+def test_an_engine_for_more_rows_than_one(gpu: Gpu, opened: Opener) -> None:
+    four = Range(min=4, opt=4, max=4)
+    info = replace(INFO, profiles=tuple(replace(profile, batch=four) for profile in INFO.profiles))
+    with pytest.raises(BundleError, match=r"takes 4 rows or more at once, and this runtime decodes one: compile with"):
+        opened(info=info)
 
 
 # Kernels that were finished on this GPU

@@ -334,6 +334,16 @@ def test_graphs_must_be_decoder_graphs(where: str, path: str, value: object, mes
     assert refusal(edited(f"{where}.{path}", value, document)).startswith(f"{where}.{message}")
 
 
+@pytest.mark.parametrize(("slots", "vocabulary"), [(31, 96), (33, 96), (32, 95)])
+def test_tails_must_be_of_the_bundles_sizes(slots: int, vocabulary: int) -> None:
+    """The runtime's buffers are as large as these say, and calls as wide as max_width says."""
+    whole, spec = engine_manifest(), full_manifest().target.spec
+    target = replace(whole.target, spec=spec.with_tail("verify", slots, vocabulary))
+    expected = re.escape(f'must be of max_width (32) slots and vocab_size (96), got "{slots} and {vocabulary}"')
+    with pytest.raises(UsageError, match=rf"^target\.spec tail: {expected}"):
+        replace(whole, target=target)
+
+
 def test_a_tensor_may_not_come_twice_and_order_is_free() -> None:
     inputs = FULL["target"]["spec"]["inputs"]
     assert "comes twice" in refusal(edited("target.spec.inputs", [*inputs, inputs[0]]))

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draftc.runtime.cuda import DeviceMemory
 from draftc.runtime.decoder import Decoder, Limits
 from draftc.runtime.devices import DeviceOptions
 from draftc.runtime.engine import Engine, Tokens
 from draftc.runtime.errors import BackendUnavailableError, EngineError, UsageError
-from draftc.runtime.graphio import GraphSpec
+from draftc.runtime.graphio import INPUT_IDS, WRITE_INDEX, GraphSpec
 from draftc.runtime.tensorrt import TensorRtEngine, check_options
 from tests.runtime.fake_cuda_python import ErrorCode, Machine
+from tests.runtime.fake_tensorrt import IExecutionContext
 from tests.runtime.fake_tensorrt_api import DynamicShapesKernelSpecializationStrategy as Strategy
 from tests.runtime.fake_tensorrt_api import ExecutionContextAllocationStrategy, RtxRuntimeConfig
 from tests.runtime.sessions import MAX_LENGTH, MAX_WIDTH, PREFILL_CHUNK
@@ -101,6 +103,34 @@ def test_logits_are_the_models_over_prefill_rollback_and_the_whole_buffer(
     for begin in range(20, LENGTH, MAX_WIDTH):
         end = min(begin + MAX_WIDTH, LENGTH)  # to the last slot
         run(engine, model, begin, end, end - begin, other)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("function", ["set_input_shape", "set_tensor_address"])
+def test_an_interrupt_while_a_call_is_prepared(
+    gpu: Gpu, opened: Opener, files: Files, monkeypatch: pytest.MonkeyPatch, function: str, at: int
+) -> None:
+    """The next call is prepared as a whole, although it looks like the one before the interrupt."""
+    engine, model = opened(), files.model
+    run(engine, model, 0, 4, 4)
+    elsewhere = DeviceMemory(engine.gpu, 64), DeviceMemory(engine.gpu, 64)
+    addresses = {name: memory.address for name, memory in zip((INPUT_IDS, WRITE_INDEX), elsewhere, strict=True)}
+    original = getattr(IExecutionContext, function)
+    left = at
+
+    def interrupted(*arguments: Any) -> bool:
+        nonlocal left
+        done = original(*arguments)
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        return bool(done)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(IExecutionContext, function, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.queue(2, 2, addresses)
+    run(engine, model, 4, 8, 4)
 
 
 @pytest.mark.parametrize("kind", ["target", "draft"])

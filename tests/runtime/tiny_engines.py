@@ -68,10 +68,10 @@ def plain_spec(vocab: int) -> GraphSpec:
     return GraphSpec.decoder([(1, DIM, DIM)], LENGTH, vocab, "float32")
 
 
-def write_engine(path: Path, graph: Path, spec: GraphSpec, **lies: Any) -> Path:
-    """An engine file for ONNX file `graph`, with the profiles of `INFO`. `lies` replace what it says of itself."""
+def write_engine(path: Path, graph: Path, spec: GraphSpec, info: EngineInfo = INFO, **lies: Any) -> Path:
+    """An engine file for ONNX file `graph`, with the profiles of `info`. `lies` replace what it says of itself."""
     profiles = []
-    for profile in INFO.profiles:
+    for profile in info.profiles:
         sizes = {
             end: {
                 "B": getattr(profile.batch, end),

@@ -1,0 +1,98 @@
+"""What `draftc compile` was asked for, checked before anything is loaded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftc.export.half import Half
+from draftc.export.quantize import QuantizationScheme
+from draftc.runtime.errors import UsageError
+from draftc.runtime.records import INT32_MAX, BackendName, Device, Precision
+
+__all__ = ["CompileOptions"]
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """One compile.
+
+    `target` and `draft` are sources (a folder, a hub id, a .gguf file); `draft` may be "ngram". `half` is the type that
+    graphs compute in, None float32; `scheme` None keeps weights in that type. `max_length` None is 2048, or the
+    target's context where that is shorter. `sms` are the GPUs that TensorRT-RTX engines are built for, `batch` the
+    fewest and the most rows that an engine takes. A licence that the source itself names goes before `target_license`
+    and `draft_license`. Raises UsageError for values out of range or that do not go together.
+    """
+
+    target: str
+    draft: str
+    out: Path
+    backend: BackendName = "onnxruntime"
+    device: Device = "cpu"
+    sms: tuple[str, ...] = ()
+    batch: tuple[int, int] = (1, 1)
+    half: Half | None = None
+    scheme: QuantizationScheme | None = None
+    num_speculative_tokens: int = 4
+    max_length: int | None = None
+    max_width: int = 32
+    prefill_chunk: int = 256
+    min_ngram: int = 2
+    max_ngram: int = 4
+    force: bool = False
+    trust_remote_code: bool = False
+    name: str | None = None
+    target_license: str | None = None
+    draft_license: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_length < 8:
+            raise UsageError(f"max_length must be 8 or more, got {self.max_length}")
+        if not 2 <= self.max_width <= 256:
+            raise UsageError(f"max_width must be 2 to 256, got {self.max_width}")
+        if self.max_length is not None and self.max_length > INT32_MAX - self.max_width:
+            raise UsageError(f"max_length must be {INT32_MAX - self.max_width} or less, got {self.max_length}")
+        if not self.bundle_name.strip() or not self.bundle_name.isprintable():
+            raise UsageError(f"the bundle's name must be printable text, got {self.bundle_name!r}: pass another --name")
+        if not 1 <= self.num_speculative_tokens < self.max_width:
+            allowed = f"1 to {self.max_width - 1} (below max_width {self.max_width})"
+            raise UsageError(f"num_speculative_tokens must be {allowed}, got {self.num_speculative_tokens}")
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise UsageError(f"n-grams need 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}")
+        if self.prefill_chunk < 1:
+            raise UsageError(f"prefill_chunk must be 1 or more, got {self.prefill_chunk}")
+        self._check_backend()
+
+    def _check_backend(self) -> None:
+        fewest, most = self.batch
+        if not 1 <= fewest <= most <= 64:
+            raise UsageError(f"batch must be 1 to 64 rows, or a range such as 1..4, got {fewest}..{most}")
+        if self.engines:
+            if self.half is None:
+                raise UsageError(
+                    f"{self.backend} engines compute in half precision: use --precision fp16, bf16, int8, int4 or fp8"
+                )
+            if self.device != "cuda":
+                raise UsageError(f"{self.backend} engines run on CUDA devices only, got device {self.device!r}")
+            return
+        if self.sms or self.batch != (1, 1):
+            raise UsageError("--sm and --batch describe TensorRT engines: they need --backend tensorrt-rtx or tensorrt")
+        if self.scheme is not None and (self.scheme.format != "int" or self.scheme.block_size == 0):
+            raise UsageError("ONNX Runtime rounds to integers in blocks of 16 to 256: use --precision int8 or int4")
+        if self.half is not None and self.device != "cuda":
+            raise UsageError(f"graphs in {self.half} need --device cuda: on the CPU they are slower than fp32")
+
+    @property
+    def engines(self) -> bool:
+        """Whether graphs become TensorRT engines."""
+        return self.backend != "onnxruntime"
+
+    @property
+    def bundle_name(self) -> str:
+        """The name that was asked for, or that of the output folder."""
+        return self.out.resolve().name if self.name is None else self.name
+
+    @property
+    def precision(self) -> Precision:
+        """The manifest's word for the weights' type."""
+        if self.scheme is None:
+            return self.half or "fp32"
+        return "fp8" if self.scheme.format == "fp8" else "int4" if self.scheme.bits == 4 else "int8"

@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""Run `draftc compile` with the arguments given and print what each of its stages took: seconds and peak memory.
+
+    scripts/compile_memory.py --recipe smollm2-135m --backend tensorrt-rtx --sm 89 -o out/smollm2-rtx
+
+Memory is the resident set of the process, sampled every 50 ms; it includes pages of mapped files. Linux only.
+"""
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+STAGE = re.compile(r"✓ (?P<name>.+?) +(?P<seconds>[\d.]+) s$")
+
+
+def resident_bytes(pid: int) -> int:
+    """What the process holds now; 0 once it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+    except (OSError, IndexError):
+        return 0
+
+
+def main() -> int:
+    if not Path("/proc/self/statm").exists():
+        sys.exit("error: this script reads /proc, which Linux has; run it there")
+    draftc = Path(sys.executable).with_name("draftc")
+    command = [str(draftc) if draftc.exists() else "draftc", "compile", *sys.argv[1:]]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    peak = highest = 0
+
+    def sample() -> None:
+        nonlocal peak, highest
+        while process.poll() is None:
+            peak = max(peak, resident_bytes(process.pid))
+            highest = max(highest, peak)
+            time.sleep(0.05)
+
+    threading.Thread(target=sample, daemon=True).start()
+    assert process.stderr is not None
+    print(f"{'stage':28} {'seconds':>8} {'peak MiB':>9}")
+    for line in process.stderr:
+        if match := STAGE.search(line.rstrip()):
+            print(f"{match['name']:28} {match['seconds']:>8} {peak >> 20:9,}", flush=True)
+            peak = resident_bytes(process.pid)
+        else:
+            print(line.rstrip(), file=sys.stderr)
+    code = process.wait()
+    print(f"{'all':28} {'':8} {highest >> 20:9,}")
+    for option in {"-o", "--out"} & set(sys.argv[:-1]) if code == 0 else ():
+        for engine in sorted(Path(sys.argv[sys.argv.index(option) + 1]).glob("*/model.engine")):
+            print(f"{engine}: {engine.stat().st_size >> 20:,} MiB")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftc.export.half import Half
-from draftc.export.quantize import QuantizationScheme
+from draftc.export.qdq import Dequantize
+from draftc.export.quantize import NBits, QuantizationScheme
 from draftc.runtime.errors import UsageError
 from draftc.runtime.records import INT32_MAX, BackendName, Device, Precision
 
@@ -62,6 +63,8 @@ class CompileOptions:
         self._check_backend()
 
     def _check_backend(self) -> None:
+        if self.scheme is not None:
+            (Dequantize if self.engines else NBits).check(self.scheme)
         fewest, most = self.batch
         if not 1 <= fewest <= most <= 64:
             raise UsageError(f"batch must be 1 to 64 rows, or a range such as 1..4, got {fewest}..{most}")
@@ -75,8 +78,6 @@ class CompileOptions:
             return
         if self.sms or self.batch != (1, 1):
             raise UsageError("--sm and --batch describe TensorRT engines: they need --backend tensorrt-rtx or tensorrt")
-        if self.scheme is not None and (self.scheme.format != "int" or self.scheme.block_size == 0):
-            raise UsageError("ONNX Runtime rounds to integers in blocks of 16 to 256: use --precision int8 or int4")
         if self.half is not None and self.device != "cuda":
             raise UsageError(f"graphs in {self.half} need --device cuda: on the CPU they are slower than fp32")
 

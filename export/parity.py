@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
+    "MAX_HALF_KL",
     "MAX_KL",
     "Comparison",
     "LogitRows",
@@ -35,6 +36,7 @@ __all__ = [
 # float32 sums in another order differ by about 1e-6 of the largest logit for each of some tens of layers; a wrong mask,
 # scale or position shows as 1e-2 of it and more.
 CAPTURE_TOLERANCE = 3e-4
+MAX_HALF_KL = 0.02  # nats; fp16 costs 3e-6 to 8e-5 on models of 135M to 1.5B parameters
 MAX_KL = 1.0  # nats; round-to-nearest int4 costs 0.33 on a model of 135M parameters, a misread block is past 5
 
 LogitRows = dict[int, NDArray[np.float32]]  # position → (V,)
@@ -133,14 +135,19 @@ def check_capture(name: str, result: Comparison) -> float:
     return tolerance
 
 
-def check_rounded(name: str, precision: str, result: Comparison) -> None:
-    """Raise ParityError when a smaller type broke the model rather than rounded it. `precision` is its name."""
-    if result.kl > MAX_KL or not math.isfinite(result.kl):
+def check_rounded(name: str, precision: str, result: Comparison) -> float:
+    """The KL divergence that was allowed, in nats. `precision` is the name of the smaller type.
+
+    Raises ParityError when it broke the model rather than rounded it.
+    """
+    allowed = MAX_HALF_KL if precision == "fp16" else MAX_KL
+    if result.kl > allowed or not math.isfinite(result.kl):
         way_out = "--precision bf16" if precision == "fp16" else "--precision int8, or one without integers"
         raise ParityError(
             f"{name}: the {precision} graph predicts something else than the checkpoint (KL {result.kl:.2f} nats, "
             f"{result.greedy_agreement:.0%} same argmax): use {way_out}; nothing was written"
         )
+    return allowed
 
 
 def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:

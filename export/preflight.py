@@ -86,7 +86,7 @@ def estimate(
     gathered = [FP32 * call_tokens * info.experts_per_token for info in infos]
     buffers = [info.shape.kv_bytes(max_length + max_width) for info in infos]
     # The peak is at the capture, which traces a batch of two, or at the parity gate: one graph, and what its widest
-    # call gathers.
+    # call gathers. The builder of an engine takes about three times the engine: less than a capture, at every precision.
     peaks = [
         max(COPIES * size + 2 * kv, size + kv + copied)
         for size, kv, copied in zip(weights, buffers, gathered, strict=True)
@@ -103,7 +103,7 @@ def estimate(
         disk_bytes=bundle + temporary,
         bundle_bytes=bundle,
         ram_bytes=int(max(peaks)) + BASE_BYTES,
-        kv_bytes=sum(buffers),
+        kv_bytes=sum(info.shape.kv_bytes(max_length + max_width, float_bytes) for info in infos),
         gathered_bytes=max(gathered),
         call_tokens=call_tokens,
     )

@@ -22,6 +22,12 @@ class Dequantize:
     """A WeightForm: each weight is codes (K, N) and scales (K / block, N) or (N,), of the weight's own float type."""
 
     def __init__(self, scheme: QuantizationScheme) -> None:
+        self.check(scheme)
+        self.scheme = scheme
+
+    @staticmethod
+    def check(scheme: QuantizationScheme) -> None:
+        """Raise UsageError for a scheme that this form cannot express."""
         if not scheme.symmetric:
             raise UsageError("TensorRT's dequantization has no zero points: use --symmetric")
         if scheme.embedding:
@@ -30,7 +36,6 @@ class Dequantize:
             raise UsageError("fp8 weights have one scale per output: use --block-size 0")
         if scheme.block_size > 128:
             raise UsageError(f"TensorRT's blocks have 16 to 128 weights, got {scheme.block_size}")
-        self.scheme = scheme
 
     def round(self, graph: ir.Graph, weight: ir.Value, transposed: bool) -> list[ir.Value]:
         """Codes and scales. A weight whose inputs do not divide into blocks gets one scale per output."""
@@ -41,15 +46,18 @@ class Dequantize:
         codes, scales = round_blocks(matrix, self.scheme.bits, block, self.scheme.format == "fp8")
         name = f"{weight.name}{'_t' if transposed else ''}_{self.scheme.format}{self.scheme.bits}"
         dtype = CODES[self.scheme.bits, self.scheme.format]
-        tensor = ir.Tensor(codes, dtype, shape=ir.Shape(codes.shape), name=name)
+        tensor: ir.TensorProtocol = ir.Tensor(codes, dtype, shape=ir.Shape(codes.shape), name=name)
+        if self.scheme.bits == 4:  # two codes in a byte, from here on
+            packed = np.frombuffer(tensor.tobytes(), np.uint8)
+            tensor = ir.PackedTensor(packed, dtype, shape=ir.Shape(codes.shape), name=name)
         return [new_initializer(graph, name, tensor), new_initializer(graph, f"{name}_scales", scales)]
 
     def product(self, graph: ir.Graph, node: ir.Node, rounded: list[ir.Value], rows: int, columns: int) -> ir.Node:
         """MatMul with the dequantized weight. A weight that two products share is dequantized in both, and fused."""
         scales = rounded[1]
         assert scales.const_value is not None
-        count, *per_output = scales.const_value.shape.numpy()
-        attributes = {"axis": 0, "block_size": rows // count} if per_output else {"axis": 1}
+        count, *columns = scales.const_value.shape.numpy()
+        attributes = {"axis": 0, "block_size": rows // count} if columns else {"axis": 1}
         wide = ir.node("DequantizeLinear", rounded, attributes)
         wide.outputs[0].type, wide.outputs[0].shape = scales.type, ir.Shape([rows, columns])
         graph.insert_before(node, wide)

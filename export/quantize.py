@@ -151,10 +151,15 @@ class NBits:
     """ONNX Runtime's form: MatMulNBits(x, packed blocks, scales, zero points), and GatherBlockQuantized."""
 
     def __init__(self, scheme: QuantizationScheme) -> None:
-        if scheme.block_size == 0 or scheme.format != "int":
-            raise UsageError("ONNX Runtime's MatMulNBits has integers in blocks of 16 to 256: choose a --block-size")
+        self.check(scheme)
         self.scheme = scheme
         self._quantizer = _onnxruntime_quantizer(scheme)
+
+    @staticmethod
+    def check(scheme: QuantizationScheme) -> None:
+        """Raise UsageError for a scheme that this form cannot express."""
+        if scheme.block_size == 0 or scheme.format != "int":
+            raise UsageError("ONNX Runtime rounds to integers in blocks of 16 to 256: use --precision int8 or int4")
 
     def round(self, graph: ir.Graph, weight: ir.Value, transposed: bool) -> list[ir.Value]:
         """Packed blocks, scales, and zero points where the scheme has them."""

@@ -8,21 +8,24 @@ accepts some graphs and computes something else, so known forms are refused befo
 import importlib
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any, Literal
 
 import onnx_ir as ir
 
+from draftc.runtime.engine_file import MODULES, cache_folder
 from draftc.runtime.errors import BackendUnavailableError, CaptureError, ResourceError, UsageError
 from draftc.runtime.graphio import PRESENT_Q, GraphSpec
 from draftc.runtime.records import Profile
 
-__all__ = ["MODULES", "Built", "Flavour", "build_engine", "check_forms", "check_sms", "known_sms", "load_tensorrt"]
+__all__ = ["Built", "Flavour", "build_engine", "check_forms", "check_sms", "known_sms", "load_tensorrt"]
 
 Flavour = Literal["tensorrt-rtx", "tensorrt"]
-MODULES: dict[Flavour, str] = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
 
 # The lowest compute capability with hardware for a type; fp16, and int8 weights that are widened to it, run on all.
 FIRST_SM = {"bf16": 80, "int4": 80, "fp8": 89}
@@ -105,9 +108,11 @@ def _sm_at_hand() -> str:
     """The compute capability of the first GPU."""
     try:
         from cuda.core import Device
-
+    except ImportError as error:
+        raise BackendUnavailableError(f"tensorrt needs cuda-python ({error}): pip install 'draftc[tensorrt]'") from None
+    try:
         major, minor = Device(0).compute_capability
-    except Exception as error:  # ImportError without cuda-python, cuda.core's own classes without a driver
+    except Exception as error:  # without a driver: classes of cuda.core that share no base
         reason = " ".join(str(error).split()) or type(error).__name__
         raise BackendUnavailableError(
             f"tensorrt builds for the GPU of this machine, and there is none ({reason}): use --backend tensorrt-rtx"
@@ -161,41 +166,93 @@ def build_engine(
 ) -> Built:
     """Build `graph` (an ONNX file whose tensors are `spec`) into the file `engine`, with the builder's log in `log`.
 
-    Raises BackendUnavailableError, CaptureError when the
-    parser refuses a node or what it made is not the graph, ResourceError when the builder fails.
+    Two builds of a graph have the same size and memory, but not the same bytes. TensorRT-RTX times nothing; TensorRT
+    times kernels, and keeps what it found in the user's cache folder. `progress` is told steps of the outermost phase, in
+    another thread. Raises BackendUnavailableError, CaptureError when the parser refuses a node or what it made is not
+    the graph, ResourceError when the builder fails, and whatever `progress` raises; that, and an interrupt, stop the
+    build at its next step.
     """
     trt = load_tensorrt(flavour)
-    with log.open("w", encoding="utf-8") as file:
+    monitor = _monitor(trt, progress)
+    # In a thread of its own: the bindings swallow an interrupt that arrives while a callback runs in the main thread.
+    with log.open("w", encoding="utf-8") as file, ThreadPoolExecutor(1) as pool:
         logger = _logger(trt, file, hide=f"{graph.parent}/")
-        builder = trt.Builder(logger)
-        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-        parser = trt.OnnxParser(network, logger)
-        if not parser.parse_from_file(str(graph)):
-            raise CaptureError(_refusal(flavour, [parser.get_error(i) for i in range(parser.num_errors)]))
-        built = _check_network(trt, network, graph, spec)
-        config = builder.create_builder_config()
-        # Without it, a stream with the calls of an engine cannot be captured as a CUDA graph.
-        if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
-            config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
-        if sms:
-            config.num_compute_capabilities = len(sms)
-            for index, sm in enumerate(sms):
-                config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), index)
-        for profile in profiles:
-            config.add_optimization_profile(_profile(builder, network, spec, profile))
-        monitor = _monitor(trt, progress)
-        config.progress_monitor = monitor
-        plan = builder.build_serialized_network(network, config)
-        if monitor.stopped_by is not None:
-            raise monitor.stopped_by
-        if plan is None:
-            raise ResourceError(f"{flavour} {trt.__version__} could not build {graph.name}: {logger.last_error}")
-        with engine.open("wb") as out:
-            out.write(memoryview(plan))
-    activations = (
-        tuple(logger.activation_bytes) if len(logger.activation_bytes) == len(profiles) else (0,) * len(profiles)
-    )
+        job = pool.submit(_build, flavour, trt, logger, monitor, graph, spec, profiles, sms, engine)
+        try:
+            return job.result()
+        except BaseException:
+            monitor.stopped_by = monitor.stopped_by or CancelledError()
+            raise
+
+
+def _build(*arguments: Any) -> Built:
+    """`_build_network`, with no builder left behind by what it raises.
+
+    A traceback would keep it, and TensorRT goes on with the logger of the oldest builder there is.
+    """
+    try:
+        return _build_network(*arguments)
+    except BaseException as error:
+        clear_frames(error.__traceback__)
+        raise
+
+
+def _build_network(
+    flavour: Flavour,
+    trt: Any,
+    logger: Any,
+    monitor: Any,
+    graph: Path,
+    spec: GraphSpec,
+    profiles: tuple[Profile, ...],
+    sms: tuple[str, ...],
+    engine: Path,
+) -> Built:
+    builder = trt.Builder(logger)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(graph)):
+        raise CaptureError(_refusal(flavour, [parser.get_error(i) for i in range(parser.num_errors)]))
+    built = _check_network(trt, network, graph, spec)
+    config = builder.create_builder_config()
+    config.clear_flag(trt.BuilderFlag.TF32)  # what upstream computes in float32 needs more than TF32's 10 bits
+    # Without it, a stream with the calls of an engine cannot be captured as a CUDA graph.
+    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    if flavour == "tensorrt-rtx":
+        config.num_compute_capabilities = len(sms)
+        for index, sm in enumerate(sms):
+            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), index)
+    for profile in profiles:
+        config.add_optimization_profile(_profile(builder, network, spec, profile))
+    config.progress_monitor = monitor
+    with _timings(flavour, trt, config, sms), engine.open("wb") as out:
+        done = builder.build_serialized_network_to_stream(network, config, _writer(trt, out))
+    if (stopped_by := monitor.stopped_by or logger.stopped_by) is not None:
+        raise stopped_by
+    if not done:
+        raise ResourceError(
+            f"{flavour} {trt.__version__} could not build {graph.name}: {logger.last_error}; compile with --backend "
+            "onnxruntime, or with a smaller --max-length and --prefill-chunk if memory was short"
+        )
+    activations = tuple(logger.activation_bytes)
+    if len(activations) != len(profiles):
+        activations = (0,) * len(profiles)
     return replace(built, weights_bytes=logger.weights_bytes, activation_bytes=activations)
+
+
+@contextmanager
+def _timings(flavour: Flavour, trt: Any, config: Any, sms: tuple[str, ...]) -> Iterator[None]:
+    """Let TensorRT reuse the kernel timings of earlier builds on this GPU, and keep those that it takes."""
+    if flavour != "tensorrt":
+        yield
+        return
+    path = cache_folder() / flavour / f"timings-{trt.__version__}-sm{'-'.join(sms)}.bin"
+    cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
+    config.set_timing_cache(cache, ignore_mismatch=False)
+    yield
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(memoryview(config.get_timing_cache().serialize()))
 
 
 def _refusal(flavour: Flavour, errors: list[Any]) -> str:
@@ -271,14 +328,19 @@ def _logger(trt: Any, file: Any, hide: str) -> Any:
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.last_error = "no reason given"
+            self.stopped_by: BaseException | None = None
             self.weights_bytes = 0
             self.activation_bytes: list[int] = []
 
         def log(self, severity: Any, message: str) -> None:
-            name = severity.name
+            try:
+                self._log(severity.name, message.replace(hide, ""))
+            except BaseException as error:  # a full disk, for one: build_engine raises it
+                self.stopped_by = error
+
+        def _log(self, name: str, message: str) -> None:
             if name == "VERBOSE":
                 return
-            message = message.replace(hide, "")
             file.write(f"{name}: {message}\n")
             if found := _MEMORY.match(message):
                 if found[1] == "Weights":
@@ -291,8 +353,21 @@ def _logger(trt: Any, file: Any, hide: str) -> Any:
     return Logger()
 
 
+def _writer(trt: Any, file: Any) -> Any:
+    """Takes the engine piece by piece, so that it is not in memory as a whole besides the builder's own copy."""
+
+    class Writer(trt.IStreamWriter):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IStreamWriter.__init__(self)
+
+        def write(self, data: bytes) -> int:
+            return int(file.write(data))
+
+    return Writer()
+
+
 def _monitor(trt: Any, progress: Progress | None) -> Any:
-    """A progress monitor that reports steps of the outermost phase; an interrupt stops the build at its next step."""
+    """A progress monitor that reports steps of the outermost phase; `stopped_by` ends the build at its next step."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -115,7 +115,8 @@ class Machine:
     """What it ran on. `threads` is what was asked for per graph, None for ONNX Runtime's own choice.
 
     `backend` is the bundle's, with the version of its package here. `devices` by graph ("target", "draft"). With
-    `cuda_graph`, calls on a GPU may be captured.
+    `cuda_graph`, calls on a GPU may be captured; `captured_graphs` is how many kinds of step the backend's own loop
+    replayed in the end.
     """
 
     platform: str
@@ -125,6 +126,7 @@ class Machine:
     backend: str
     devices: dict[str, str]
     cuda_graph: bool
+    captured_graphs: int
     python: str
     numpy: str
     onnxruntime: str
@@ -336,6 +338,7 @@ def _machine(session: Session, threads: int | None) -> Machine:
         backend=f"{backend} {_version(*packages)}",
         devices={role: graph.device for role, graph in session.options.items()},
         cuda_graph=any(graph.cuda_graph and graph.kind != "cpu" for graph in session.options.values()),
+        captured_graphs=session.loops.captured if session.loops is not None else 0,
         python=platform.python_version(),
         numpy=importlib.metadata.version("numpy"),
         onnxruntime=_version("onnxruntime", "onnxruntime-gpu"),

@@ -40,6 +40,11 @@ class DeviceLoops:
     def __init__(self, step: DeviceStep) -> None:
         self.step = step
 
+    @property
+    def captured(self) -> int:
+        """See LoopMaker.captured."""
+        return self.step.captured
+
     def loop(
         self,
         target: Decoder,

@@ -12,7 +12,7 @@ again is captured as one CUDA graph.
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,8 +84,21 @@ class DeviceStep:
         width, self._vocabulary = shape
         proposal = draft.proposal_width if draft else 1
         self.gpu.enter()
-        self._inputs = Block(
-            self.gpu,
+        with contextlib.ExitStack() as opened:
+            self._allocate(opened, width, proposal, max_call)
+            self._opened = opened.pop_all()
+        self._begun, self._drafted, self._verified = (self.gpu.event() for _ in range(3))
+        self._seen: dict[_Kind, int] = {}
+        self._graphs: dict[_Kind, Any] = {}
+        self.gpu.wait()
+
+    def _allocate(self, opened: contextlib.ExitStack, width: int, proposal: int, max_call: int) -> None:
+        def block(fields: Mapping[str, tuple[tuple[int, ...], type[np.generic]]]) -> Block:
+            made = Block(self.gpu, fields)
+            opened.callback(made.close)
+            return made
+
+        self._inputs = block(
             {
                 TEXT: ((DRAFT_TAIL,), I64),
                 DRAFT_INDEX: ((1,), I64),
@@ -100,8 +113,7 @@ class DeviceStep:
                 GIVEN: ((max(max_call, width),), I64),
             },
         )
-        self._constants = Block(
-            self.gpu,
+        self._constants = block(
             {
                 "positions": ((width,), I64),
                 "0": ((1,), I64),
@@ -115,14 +127,10 @@ class DeviceStep:
             self._constants.host[_slot(i)][0] = i
         self._constants.upload()
         chain = {"token": ((1,), I64), "index": ((1,), I64), "proposal": ((proposal,), I64)}
-        self._chain = (Block(self.gpu, chain), Block(self.gpu, chain))
-        for block in self._chain:
-            block.upload()
-        self._results = Block(self.gpu, {graphio.EMITTED: ((width,), I64), graphio.ACCEPTED: ((1,), I64)})
-        self._begun, self._drafted, self._verified = (self.gpu.event() for _ in range(3))
-        self._seen: dict[_Kind, int] = {}
-        self._graphs: dict[_Kind, Any] = {}
-        self.gpu.wait()
+        self._chain = (block(chain), block(chain))
+        for link in self._chain:
+            link.upload()
+        self._results = block({graphio.EMITTED: ((width,), I64), graphio.ACCEPTED: ((1,), I64)})
 
     @property
     def captured(self) -> int:
@@ -159,8 +167,7 @@ class DeviceStep:
         with contextlib.suppress(EngineError):  # after a failure on the device, nothing that was queued is awaited
             self.gpu.enter()
         self._graphs.clear()
-        for block in (self._inputs, self._constants, *self._chain, self._results):
-            block.close()
+        self._opened.close()
 
     # --- one step -----------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from draftc.runtime.graphio import INPUT_IDS, LOGIT_POSITIONS, PAST_Q, PRESENT_Q
 from draftc.runtime.memory import format_bytes
 from draftc.runtime.records import Backend, EngineInfo
 
-__all__ = ["EngineFile", "KernelCache", "load_tensorrt"]
+__all__ = ["MODULES", "EngineFile", "KernelCache", "cache_folder", "load_tensorrt"]
 
 MODULES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}  # backend, which is also the extra → import name
 DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64"}
@@ -192,7 +192,7 @@ class KernelCache:
     def __init__(self, engine_path: Path) -> None:
         with engine_path.open("rb") as file:
             key = hashlib.sha256(file.read(KEY_BYTES) + str(engine_path.stat().st_size).encode()).hexdigest()
-        self.path = _cache_folder() / "draftc" / "tensorrt-rtx" / f"{key[:32]}.bin"
+        self.path = cache_folder() / "tensorrt-rtx" / f"{key[:32]}.bin"
         self._cache: Any = None
         self._loaded = b""
 
@@ -230,9 +230,11 @@ def _replacing(path: Path) -> Iterator[Path]:
         Path(part).unlink(missing_ok=True)
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where draftc keeps what TensorRT found out about this machine's GPUs; it may not exist yet."""
     named = os.environ.get("LOCALAPPDATA") if os.name == "nt" else os.environ.get("XDG_CACHE_HOME")
-    return Path(named) if named else Path(os.path.expanduser("~/.cache"))  # Path.home raises where there is no home
+    base = Path(named) if named else Path(os.path.expanduser("~/.cache"))  # Path.home raises where there is no home
+    return base / "draftc"
 
 
 def _make_logger(trt: Any) -> Any:

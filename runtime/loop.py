@@ -41,6 +41,10 @@ class Steps(Protocol):
 class LoopMaker(Protocol):
     """A backend's own way to decode, for the requests of one session."""
 
+    @property
+    def captured(self) -> int:
+        """How many kinds of step are replayed as CUDA graphs by now."""
+
     def loop(
         self,
         target: Decoder,

@@ -133,6 +133,11 @@ class TensorRtEngine:
         self.q_address: int = shared_q or (self._own_q.address if self._own_q else 0)
         indices = range(len(info.profiles))
         self.proposal_width = min(self._file.proposal_width(engine, spec, index) for index in indices)
+        if spec.tail == "draft" and spec.q_shape and self.proposal_width < spec.q_shape[0]:
+            raise BundleError(
+                f"{self._file.path.name}: its profiles take proposals of {self.proposal_width} tokens, bundle.json "
+                f"says {spec.q_shape[0]}: compile the bundle again"
+            )
         self._inputs = Block(self.gpu, self._input_fields(max_call, max_rows))
         opened.callback(self._inputs.close)
         self._outputs = Block(self.gpu, self._output_fields(max_rows))

@@ -3,7 +3,8 @@
 
     scripts/compile_memory.py --recipe smollm2-135m --backend tensorrt-rtx --sm 89 -o out/smollm2-rtx
 
-Memory is the resident set of the process, sampled every 50 ms; it includes pages of mapped files. Linux only.
+Memory is the resident set of the process, and of the processes that it starts (engines are built in one), sampled every
+50 ms; it includes pages of mapped files. Linux only.
 """
 
 import re
@@ -24,32 +25,39 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
+def children(pid: int) -> list[int]:
+    """The processes that it started."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
 def main() -> int:
     if not Path("/proc/self/statm").exists():
         sys.exit("error: this script reads /proc, which Linux has; run it there")
     draftc = Path(sys.executable).with_name("draftc")
     command = [str(draftc) if draftc.exists() else "draftc", "compile", *sys.argv[1:]]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    peak = highest = 0
+    peak = builder = 0
 
     def sample() -> None:
-        nonlocal peak, highest
+        nonlocal peak, builder
         while process.poll() is None:
             peak = max(peak, resident_bytes(process.pid))
-            highest = max(highest, peak)
+            builder = max([builder, *(resident_bytes(child) for child in children(process.pid))])
             time.sleep(0.05)
 
     threading.Thread(target=sample, daemon=True).start()
     assert process.stderr is not None
-    print(f"{'stage':28} {'seconds':>8} {'peak MiB':>9}")
+    print(f"{'stage':28} {'seconds':>8} {'peak MiB':>9} {'builder MiB':>12}")
     for line in process.stderr:
         if match := STAGE.search(line.rstrip()):
-            print(f"{match['name']:28} {match['seconds']:>8} {peak >> 20:9,}", flush=True)
-            peak = resident_bytes(process.pid)
+            print(f"{match['name']:28} {match['seconds']:>8} {peak >> 20:9,} {builder >> 20:12,}", flush=True)
+            peak, builder = resident_bytes(process.pid), 0
         else:
             print(line.rstrip(), file=sys.stderr)
     code = process.wait()
-    print(f"{'all':28} {'':8} {highest >> 20:9,}")
     for option in {"-o", "--out"} & set(sys.argv[:-1]) if code == 0 else ():
         for engine in sorted(Path(sys.argv[sys.argv.index(option) + 1]).glob("*/model.engine")):
             print(f"{engine}: {engine.stat().st_size >> 20:,} MiB")

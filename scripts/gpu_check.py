@@ -1,6 +1,10 @@
-"""The work of gpu_check.sh. Each part has a time limit and may fail by itself; the rest still runs and is reported."""
+"""The work of gpu_check.sh. Each part is a process of its own, with a time limit; where one fails the rest still runs.
+
+The JSON file is written anew after each part, so that nothing is lost if the machine goes away.
+"""
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import platform
@@ -8,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,13 +20,12 @@ from typing import Any
 import numpy as np
 
 import draftc.runtime as draftc
-from draftc.runtime.errors import DraftcError
 
 PACKAGES = (
     *("draftc", "numpy", "onnxruntime", "onnxruntime-gpu", "tensorrt-rtx", "tensorrt"),
     *("cuda-core", "cuda-bindings"),
 )
-KS = "1,2,4,8"
+KS = (1, 2, 4, 8)
 TOKENS = 64
 FILLS = (0.1, 0.5, 0.9)  # shares of max_length
 
@@ -30,8 +34,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/gpu_check.sh", description=__doc__)
     parser.add_argument("bundles", nargs="*", type=Path, metavar="BUNDLE")
     parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), metavar="FILE")
+    parser.add_argument("--steps", type=Path, help=argparse.SUPPRESS)  # the part of one bundle that needs a process
     parser.add_argument("--seconds", type=float, default=350, help="for everything (350)")
     options = parser.parse_args()
+    if options.steps is not None:
+        print(json.dumps(steps(options.steps)))
+        return 0
     report: dict[str, Any] = {"machine": platform.platform(), "packages": packages(), "gpu": gpu()}
     say("packages", report["packages"])
     say("gpu", report["gpu"])
@@ -45,11 +53,18 @@ def main() -> int:
         report["bundles"] = {}
         for done, bundle in enumerate(options.bundles):
             left = (deadline - time.monotonic()) / (len(options.bundles) - done)
-            result = report["bundles"][str(bundle)] = check(bundle, time.monotonic() + left)
-            failed |= result.get("verify", {}).get("code") != 0 or "error" in result
-    options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            result: dict[str, Any] = {}
+            report["bundles"][str(bundle)] = result
+            for part in check(bundle, result, time.monotonic() + left):
+                failed |= part["code"] != 0
+                write(options.json, report)
+    write(options.json, report)
     print(f"wrote {options.json}")
     return 1 if failed else 0
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def packages() -> dict[str, str]:
@@ -73,7 +88,7 @@ def gpu() -> dict[str, Any]:
     def ask(result: tuple[Any, ...]) -> Any:
         code, *values = result
         if int(code) != 0:
-            raise RuntimeError(str(code))
+            raise RuntimeError(f"CUDA says {code.name}")
         return values[0] if values else None
 
     try:
@@ -90,72 +105,89 @@ def gpu() -> dict[str, Any]:
         }
     except RuntimeError as error:
         # cuda-bindings raises RuntimeError of its own where libcuda is missing.
-        return {"skipped": "no driver", "reason": " ".join(str(error).split())}
+        reason = " ".join(str(error).split())
+        return {"skipped": "no driver" if "driver" in reason or "cuInit" in reason else "no GPU", "reason": reason}
 
 
-def check(bundle: Path, deadline: float) -> dict[str, Any]:
-    """Everything about one bundle."""
+def check(bundle: Path, result: dict[str, Any], deadline: float) -> Iterator[dict[str, Any]]:
+    """Put everything about one bundle into `result`, and yield each part as it is finished."""
     print(f"\n== {bundle}")
-    result: dict[str, Any] = {}
-    shown = command(["inspect", str(bundle), "--json"], deadline)
+    shown = result["inspect"] = command(["inspect", str(bundle), "--json"], deadline)
+    yield shown
     if shown["code"] != 0:
-        return {"error": shown["err"]}
+        print(shown["err"])
+        return
     manifest = json.loads(shown.pop("out"))
     result["backend"], result["precision"] = manifest["backend"], manifest["precision"]
-    result["parity_when_compiled"] = manifest["parity"]
-    result["memory"] = manifest["derived"]
+    result["parity_when_compiled"], result["memory_planned"] = manifest["parity"], manifest["derived"]
     say("parity when compiled", [f"{r['graph']} {r['stage']}: KL {r['kl']:.2g}" for r in manifest["parity"]])
-    say("memory", result["memory"])
-    result["verify"] = command(["verify", str(bundle), "--budget", "20", "--json"], deadline)
-    say("verify", {0: "passed", 1: "FAILED"}.get(result["verify"]["code"], result["verify"]["err"]))
+    say("memory that was planned", manifest["derived"])
+    verify = result["verify"] = command(["verify", str(bundle), "--budget", "20", "--json"], deadline)
+    say("verify", {0: "passed", 1: "FAILED"}.get(verify["code"], verify["err"]))
+    yield verify
+    ks = ",".join(str(k) for k in KS if k < manifest["max_width"])
     for name, extra in (("with CUDA graphs", []), ("without CUDA graphs", ["--no-cuda-graph"])):
-        arguments = ["bench", str(bundle), "-k", KS, "-n", str(TOKENS), "--repeats", "3", "--json", *extra]
-        bench = command(arguments, deadline)
+        arguments = ["bench", str(bundle), "-k", ks, "-n", str(TOKENS), "--repeats", "3", "--json", *extra]
+        bench = result[f"bench {name}"] = command(arguments, deadline)
         if bench["code"] == 0:
             bench["out"] = json.loads(bench["out"])
+            print(f"{name}: {bench['out']['machine']['captured_graphs']} captured")
             for row in bench["out"]["totals"]:
-                print(f"{name}: {row['mode']:16} {row['decode_tokens_per_s']:8.1f} tokens/s, {row['speedup']:.2f}x")
+                print(f"    {row['mode']:16} {row['decode_tokens_per_s']:8.1f} tokens/s, {row['speedup']:.2f}x")
         else:
             print(f"{name}: {bench['err']}")
-        result[f"bench {name}"] = bench
-    try:
-        result["steps"] = steps(bundle)
-    except DraftcError as error:
-        result["error"] = str(error)
-    for row in result.get("steps", ()):
-        print(f"{row['tokens']} tokens at {row['fill']} of {row['length']}: {row['milliseconds']:.2f} ms")
-    return result
+        yield bench
+    timed = result["steps"] = run([sys.executable, __file__, "--steps", str(bundle)], deadline)
+    if timed["code"] == 0:
+        timed["out"] = json.loads(timed["out"])
+        say("memory that is taken", timed["out"]["memory"])
+        for row in timed["out"]["calls"]:
+            print(f"{row['tokens']} tokens at {row['fill']} of {row['length']}: {row['milliseconds']:.2f} ms")
+    else:
+        print(timed["err"])
+    yield timed
 
 
 def command(arguments: list[str], deadline: float) -> dict[str, Any]:
     """Run a draftc command within the time that is left."""
+    return run([shutil.which("draftc", path=str(Path(sys.executable).parent)) or "draftc", *arguments], deadline)
+
+
+def run(arguments: list[str], deadline: float) -> dict[str, Any]:
     left = deadline - time.monotonic()
     if left <= 0:
         return {"code": None, "err": "skipped: no time left"}
-    draftc_command = shutil.which("draftc", path=str(Path(sys.executable).parent)) or "draftc"
     try:
-        done = subprocess.run([draftc_command, *arguments], capture_output=True, text=True, timeout=left)
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=left)
     except subprocess.TimeoutExpired:
         return {"code": None, "err": f"stopped after {left:.0f} s"}
     return {"code": done.returncode, "out": done.stdout, "err": done.stderr.strip()[-400:]}
 
 
-def steps(bundle: Path) -> list[dict[str, Any]]:
-    """Milliseconds of the target's calls through the host path, by width and by how much of the cache is filled."""
-    rows = []
+def steps(bundle: Path) -> dict[str, Any]:
+    """Milliseconds of the target's calls through the host path, by width and by fill of the cache; its memory."""
+    calls = []
     with draftc.open(bundle, check_hashes=False) as session:
-        manifest, target = session.manifest, session.target
+        manifest, engine = session.manifest, session.target.engine
         for fill in (int(share * manifest.max_length) for share in FILLS):
             for width in sorted({1, manifest.num_speculative_tokens + 1, min(16, manifest.max_width)}):
                 tokens, times = np.ones(width, np.int64), []
                 for _ in range(20):
                     begin = time.perf_counter()
-                    target.engine.forward(tokens, fill, 1)
+                    engine.forward(tokens, fill, 1)
                     times.append(1000 * (time.perf_counter() - begin))
                 length = manifest.buffer_length
-                rows.append({"tokens": width, "fill": fill, "length": length, "milliseconds": median(times[5:])})
-        session.reset()
-    return rows
+                calls.append({"tokens": width, "fill": fill, "length": length, "milliseconds": median(times[5:])})
+        memory = {
+            method: dataclasses.asdict(decoder.engine.memory)
+            for method, decoder in [("target", session.target), *session_drafts(session)]
+            if hasattr(decoder.engine, "memory")
+        }
+    return {"calls": calls, "memory": memory}
+
+
+def session_drafts(session: draftc.Session) -> list[tuple[str, Any]]:
+    return [(method, decoder) for method, drafter in session.drafters.items() for decoder in drafter.decoders]
 
 
 def say(title: str, value: object) -> None:

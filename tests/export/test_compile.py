@@ -1,7 +1,6 @@
 """The whole line: checkpoints in, a bundle out that generates what the checkpoint generates; or nothing at all."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 import draftc.runtime as runtime
 from draftc.export import build, parity, preflight
@@ -19,7 +17,6 @@ from draftc.export.compile import compile_bundle
 from draftc.export.options import CompileOptions
 from draftc.export.progress import Quiet
 from draftc.export.quantize import QuantizationScheme
-from draftc.runtime.cli import build_app
 from draftc.runtime.errors import (
     BackendUnavailableError,
     CheckpointError,
@@ -29,7 +26,7 @@ from draftc.runtime.errors import (
     UsageError,
 )
 from draftc.runtime.manifest import Manifest, parse
-from tests.export.tiny_models import save_folder, tiny_model, tiny_tokenizer, write_gguf
+from tests.export.tiny_models import save_folder, save_pair, tiny_model, tiny_tokenizer, write_gguf
 
 PROMPT = "the quick brown fox"
 
@@ -44,12 +41,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """target/ (qwen2, tied, padded head) and draft/ (llama, one layer) with one tokenizer; other/ with another."""
-    folder = tmp_path_factory.mktemp("sources")
-    save_folder(folder / "target", tiny_model("qwen2", tie_word_embeddings=True, vocab_size=336))
-    save_folder(folder / "draft", tiny_model("llama", num_hidden_layers=1))
-    save_folder(folder / "other", tiny_model("llama"), tiny_tokenizer(["fox jumps", "lazy"]))
-    return folder
+    return save_pair(tmp_path_factory.mktemp("sources"))
 
 
 def options(sources: Path, out: Path, **changes: Any) -> CompileOptions:
@@ -294,83 +286,11 @@ def test_too_little_memory_is_refused_before_any_work(
     assert nothing_at(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"num_speculative_tokens": 0}, "num_speculative_tokens must be 1 to 31"),
-        ({"num_speculative_tokens": 32}, "num_speculative_tokens must be 1 to 31"),
-        ({"max_length": 7}, "max_length must be 8 or more"),
-        ({"max_width": 1}, "max_width must be"),
-        ({"prefill_chunk": 0}, "prefill_chunk"),
-        ({"min_ngram": 5}, "min_ngram <= max_ngram"),
-        ({"max_length": 2**31 - 32}, "max_length must be 2147483615 or less"),
-        ({"name": ""}, "printable"),
-        ({"name": "a\nb"}, r"printable text, got 'a\\nb'"),
-        ({"max_length": 0}, "max_length must be 8 or more"),
-    ],
-)
-def test_options_out_of_range(sources: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        options(sources, tmp_path / "out", **changes)
-
-
 def test_force_replaces_and_without_it_the_old_bundle_stays(bundle: Path, sources: Path) -> None:
     before = (bundle / "bundle.json").read_bytes()
     with pytest.raises(ResourceError, match="--force"):
         compile_bundle(options(sources, bundle))
     assert (bundle / "bundle.json").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--target", "nowhere", "--draft", "ngram"], "nowhere"),
-        (["--target", "nowhere"], "--draft"),
-        (["--recipe", "no-such"], "no-such"),
-        (["--recipe", "smollm2-135m", "--target", "x"], "either --recipe"),
-        (["--target", "x", "--draft", "ngram", "--precision", "int3"], "int3"),
-        (["--target", "x", "--draft", "ngram", "--quantize-embedding"], "int4"),
-        (["--target", "x", "--draft", "ngram", "--block-size", "7"], "need --precision"),
-        (["--target", "x", "--draft", "ngram", "--precision", "int4", "--block-size", "33"], "block size"),
-    ],
-)
-def test_bad_arguments_are_one_line_and_exit_2(tmp_path: Path, arguments: list[str], said: str) -> None:
-    result = CliRunner().invoke(build_app(), ["compile", *arguments, "-o", str(tmp_path / "out")])
-    assert result.exit_code == 2
-    assert said in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert nothing_at(tmp_path / "out")
-
-
-def test_the_command_prints_the_manifest_as_json(sources: Path, tmp_path: Path) -> None:
-    arguments = ["compile", "--target", str(sources / "target"), "--draft", "ngram", "--max-length", "64", "--json"]
-    result = CliRunner().invoke(build_app(), [*arguments, "-o", str(tmp_path / "out")])
-    assert result.exit_code == 0
-    assert parse(result.stdout) == manifest_of(tmp_path / "out")
-    assert replace(parse(result.stdout), files=()).name == "out"
-
-
-def test_beside_json_the_notes_are_plain_lines_on_standard_error(tmp_path: Path) -> None:
-    save_folder(tmp_path / "m", tiny_model("mistral", sliding_window=1100))
-    arguments = ["compile", "--target", str(tmp_path / "m"), "--draft", "ngram", "--max-length", "1200", "--json"]
-    result = CliRunner().invoke(build_app(), [*arguments, "-o", str(tmp_path / "out")])
-    assert result.exit_code == 0
-    assert parse(result.stdout) == manifest_of(tmp_path / "out")
-    lines = result.stderr.splitlines()
-    assert any(line.startswith("the target's context is 128 tokens, shorter than max_length 1200") for line in lines)
-    assert "target: compared over 192 positions; its window of 1100 tokens is not crossed by that text" in lines
-    result = CliRunner().invoke(build_app(), [*arguments[:-1], "--quiet", "--force", "-o", str(tmp_path / "out")])
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
-
-
-@pytest.mark.parametrize("option", ["-k", "--max-length"])
-def test_zero_is_not_taken_for_the_recipe_s_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
-    fetched = {"smollm2-135m-instruct": tmp_path}
-    monkeypatch.setattr("draftc.export.catalog.fetch_recipe", lambda *_, **__: fetched)
-    arguments = ["compile", "--recipe", "smollm2-135m", option, "0", "-o", str(tmp_path / "out")]
-    result = CliRunner().invoke(build_app(), arguments)
-    assert result.exit_code == 2
-    assert "got 0" in result.stderr
 
 
 def test_logits_of_padding_rows_never_become_tokens(sources: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftc.export.checkpoint import peek
+from draftc.export.half import cast_parameters
 from draftc.export.preflight import Requirements, check, estimate
 from draftc.runtime.errors import ResourceError, UsageError
 from draftc.runtime.memory import available_memory, format_bytes
@@ -37,6 +38,46 @@ def test_a_quantized_bundle_is_smaller_but_needs_the_float_graph_on_the_way(tmp_
     assert needs["int4"].disk_bytes - needs["int4"].bundle_bytes == 4 * info.parameters
     coarse = estimate([info], "int4", max_length=128, block_size=128)
     assert coarse.bundle_bytes < needs["int4"].bundle_bytes
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_half_typed_bundle_is_as_large_as_a_half_typed_checkpoint(tmp_path: Path, precision: str) -> None:
+    """Disk also holds a float32 copy for a while, which the parity gate compares. KV buffers are half-typed, too."""
+    model = tiny_model(hidden_size=256, intermediate_size=2048, num_hidden_layers=8)
+    cast_parameters(model, "fp16")
+    save_folder(tmp_path, model)
+    stored = (tmp_path / "model.safetensors").stat().st_size
+    info = peek(str(tmp_path))
+    needs = estimate([info], precision, max_length=128, half=True)
+    assert 0.99 * stored < needs.bundle_bytes - (32 << 20) < stored
+    assert needs.disk_bytes == needs.bundle_bytes + 4 * info.parameters
+    wide = estimate([info], "fp32", max_length=128)
+    assert 2 * needs.kv_bytes == wide.kv_bytes
+    assert needs.ram_bytes == wide.ram_bytes  # weights are loaded in float32, and compared in it
+
+
+def test_weights_that_are_multiplied_in_half_precision(tmp_path: Path) -> None:
+    """Codes as always; scales and the embedding table are half as large, and so is the float graph on the way."""
+    save_folder(tmp_path, tiny_model(vocab_size=4000))
+    info = peek(str(tmp_path))
+    table = 4000 * 64
+    wide = estimate([info], "int8", max_length=128, block_size=32)
+    half = estimate([info], "int8", max_length=128, block_size=32, half=True)
+    matrices = info.parameters - table
+    assert wide.bundle_bytes - half.bundle_bytes == pytest.approx(2 * table + 2 * matrices / 32, abs=2)
+    assert half.disk_bytes - half.bundle_bytes == (2 + 4) * info.parameters
+    fp8 = estimate([info], "fp8", max_length=128, block_size=4096, half=True)
+    assert fp8.bundle_bytes < half.bundle_bytes
+    assert fp8.bundle_bytes - (32 << 20) == pytest.approx(2 * table + matrices, rel=0.001)
+
+
+def test_an_engine_is_written_while_its_graph_is_still_there(tmp_path: Path) -> None:
+    save_folder(tmp_path)
+    info = peek(str(tmp_path))
+    for precision in ("fp16", "int4", "fp8"):
+        needs = estimate([info], precision, max_length=128, block_size=128, half=True, engines=True)
+        assert needs.disk_bytes >= 2 * needs.bundle_bytes
+        assert needs.disk_bytes >= needs.bundle_bytes + 4 * info.parameters
 
 
 def test_the_tied_table_is_stored_in_float_besides_the_quantized_head(tmp_path: Path) -> None:
@@ -84,8 +125,8 @@ def test_a_mixture_of_experts_counts_what_the_widest_call_gathers(
 
 def test_an_unknown_precision_is_refused(tmp_path: Path) -> None:
     save_folder(tmp_path)
-    with pytest.raises(UsageError, match="precision must be one of fp32, int8, int4, is 'fp8'"):
-        estimate([peek(str(tmp_path))], "fp8", max_length=64)
+    with pytest.raises(UsageError, match="precision must be one of fp32, fp16, bf16, int8, int4, fp8, is 'int3'"):
+        estimate([peek(str(tmp_path))], "int3", max_length=64)
 
 
 def test_too_little_disk_names_both_numbers_and_the_place(tmp_path: Path) -> None:

@@ -84,6 +84,14 @@ def save_folder(
     return model
 
 
+def save_pair(folder: Path) -> Path:
+    """target/ (qwen2, tied, padded head) and draft/ (llama, one layer) with one tokenizer; other/ with another."""
+    save_folder(folder / "target", tiny_model("qwen2", tie_word_embeddings=True, vocab_size=336))
+    save_folder(folder / "draft", tiny_model("llama", num_hidden_layers=1))
+    save_folder(folder / "other", tiny_model("llama"), tiny_tokenizer(["fox jumps", "lazy"]))
+    return folder
+
+
 def logits(model: PreTrainedModel) -> NDArray[np.float32]:
     """Logits of IDS, (24, V)."""
     with torch.no_grad():

@@ -1,0 +1,210 @@
+"""`draftc compile` as a command: what its options become, and what is refused in one line before any work."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from draftc.export import compile as pipeline
+from draftc.export.options import CompileOptions
+from draftc.export.quantize import QuantizationScheme
+from draftc.runtime.cli import build_app
+from draftc.runtime.errors import UsageError
+from draftc.runtime.manifest import parse
+from tests.export.tiny_models import save_folder, save_pair, tiny_model
+
+RTX = ["--backend", "tensorrt-rtx", "--sm", "89"]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pair(tmp_path_factory.mktemp("sources"))
+
+
+def invoke(out: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(build_app(), ["compile", *arguments, "-o", str(out)])
+
+
+def nothing_at(out: Path) -> bool:
+    return not out.exists() and not [path for path in out.parent.iterdir() if path.name.startswith(f".{out.name}")]
+
+
+def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> CompileOptions:
+    """What the command asks the compiler for."""
+    asked: list[CompileOptions] = []
+
+    def note(options: CompileOptions, reporter: object) -> None:
+        asked.append(options)
+        raise UsageError("that was all")
+
+    monkeypatch.setattr(pipeline, "compile_bundle", note)
+    result = CliRunner().invoke(build_app(), ["compile", "--target", "t", "--draft", "ngram", "-o", "out", *arguments])
+    assert result.stderr == "draftc: that was all\n"
+    return asked[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], {"backend": "onnxruntime", "device": "cpu", "half": None, "scheme": None, "batch": (1, 1), "sms": ()}),
+        (RTX, {"backend": "tensorrt-rtx", "device": "cuda", "half": "fp16", "scheme": None, "sms": ("89",)}),
+        ([*RTX[:3], "86, 89,120"], {"sms": ("86", "89", "120")}),
+        ([*RTX, "--batch", "1..4"], {"batch": (1, 4)}),
+        ([*RTX, "--batch", "3"], {"batch": (3, 3)}),
+        ([*RTX, "--precision", "bf16"], {"half": "bf16", "scheme": None}),
+        ([*RTX, "--precision", "int4"], {"half": "fp16", "scheme": QuantizationScheme(4, 32)}),
+        ([*RTX, "--precision", "int8"], {"half": "fp16", "scheme": QuantizationScheme(8, 0)}),
+        ([*RTX, "--precision", "fp8"], {"half": "fp16", "scheme": QuantizationScheme(8, 0, format="fp8")}),
+        (
+            [*RTX, "--precision", "int4", "--activations", "bf16", "--block-size", "128"],
+            {"half": "bf16", "scheme": QuantizationScheme(4, 128), "precision": "int4"},
+        ),
+        (["--backend", "tensorrt"], {"backend": "tensorrt", "device": "cuda", "half": "fp16", "sms": ()}),
+        (["--device", "cuda"], {"device": "cuda", "half": None, "scheme": None}),
+        (["--device", "cuda", "--precision", "fp16"], {"half": "fp16", "scheme": None}),
+        (["--device", "cuda", "--precision", "int4"], {"half": "fp16", "scheme": QuantizationScheme(4, 32)}),
+        (["--precision", "int8"], {"device": "cpu", "half": None, "scheme": QuantizationScheme(8, 32)}),
+    ],
+    ids=" ".join,
+)
+def test_what_the_options_become(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: dict[str, Any]
+) -> None:
+    options = options_of(monkeypatch, *arguments)
+    assert {name: getattr(options, name) for name in expected} == expected
+
+
+def test_a_recipe_in_float32_becomes_an_engine_in_fp16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fetched = {"smollm2-135m-instruct": tmp_path}
+    monkeypatch.setattr("draftc.export.catalog.fetch_recipe", lambda *_, **__: fetched)
+    asked: list[CompileOptions] = []
+
+    def note(options: CompileOptions, reporter: object) -> None:
+        asked.append(options)
+        raise UsageError("that was all")
+
+    monkeypatch.setattr(pipeline, "compile_bundle", note)
+    invoke(tmp_path / "out", "--recipe", "smollm2-135m")
+    invoke(tmp_path / "out", "--recipe", "smollm2-135m", *RTX)
+    assert [options.precision for options in asked] == ["fp32", "fp16"]
+
+
+ENGINE: dict[str, Any] = {"backend": "tensorrt-rtx", "device": "cuda", "half": "fp16", "sms": ("89",)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens must be 1 to 31"),
+        ({"num_speculative_tokens": 32}, "num_speculative_tokens must be 1 to 31"),
+        ({"max_length": 7}, "max_length must be 8 or more"),
+        ({"max_width": 1}, "max_width must be"),
+        ({"prefill_chunk": 0}, "prefill_chunk"),
+        ({"min_ngram": 5}, "min_ngram <= max_ngram"),
+        ({"max_length": 2**31 - 32}, "max_length must be 2147483615 or less"),
+        ({"name": ""}, "printable"),
+        ({"name": "a\nb"}, r"printable text, got 'a\\nb'"),
+        ({"max_length": 0}, "max_length must be 8 or more"),
+        ({"sms": ("89",)}, "--sm and --batch describe TensorRT engines"),
+        ({"batch": (1, 2)}, "--sm and --batch describe TensorRT engines"),
+        ({"half": "fp16"}, "graphs in fp16 need --device cuda"),
+        ({"scheme": QuantizationScheme(8, 0)}, "integers in blocks of 16 to 256"),
+        ({"scheme": QuantizationScheme(8, 32, format="fp8")}, "integers in blocks"),
+        (ENGINE | {"half": None}, "engines compute in half precision: use --precision fp16"),
+        (ENGINE | {"device": "cpu"}, "run on CUDA devices only, got device 'cpu'"),
+        (ENGINE | {"batch": (0, 1)}, r"batch must be 1 to 64 rows, or a range such as 1\.\.4, got 0\.\.1"),
+        (ENGINE | {"batch": (3, 2)}, "batch must be"),
+        (ENGINE | {"batch": (1, 65)}, "batch must be"),
+        (ENGINE | {"scheme": QuantizationScheme(4, 256)}, "16 to 128 weights, got 256"),
+        (ENGINE | {"scheme": QuantizationScheme(4, 32, symmetric=False)}, "no zero points"),
+    ],
+)
+def test_options_that_are_out_of_range_or_do_not_go_together(
+    sources: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        CompileOptions("target", "ngram", tmp_path / "out", **({"max_length": 96} | changes))
+
+
+NO_SUCH_ENGINE = [
+    (["--backend", "openvino"], "backend must be one of onnxruntime, tensorrt-rtx, tensorrt, got 'openvino'"),
+    (["--device", "tpu"], "device must be one of cpu, cuda, got 'tpu'"),
+    ([*RTX, "--precision", "fp32"], "engines compute in half precision"),
+    ([*RTX, "--device", "cpu"], "CUDA devices only"),
+    ([*RTX, "--batch", "many"], "batch must be a number of rows or a range such as 1..4, got 'many'"),
+    ([*RTX, "--batch", "1..2..3"], "got '1..2..3'"),
+    ([*RTX, "--batch", "..4"], "got '..4'"),
+    ([*RTX, "--batch", "4..1"], "got 4..1"),
+    ([*RTX, "--batch", "0"], "got 0..0"),
+    ([*RTX, "--precision", "int4", "--no-symmetric"], "no zero points"),
+    ([*RTX, "--precision", "int4", "--quantize-embedding"], "leave out --quantize-embedding"),
+    ([*RTX, "--precision", "fp8", "--block-size", "32"], "use --block-size 0"),
+    ([*RTX, "--precision", "fp16", "--activations", "bf16"], "--activations goes with"),
+    ([*RTX, "--precision", "int4", "--activations", "fp32"], "activations must be one of fp16, bf16, got 'fp32'"),
+    ([*RTX, "--precision", "fp16", "--block-size", "32"], "need --precision int8"),
+    (["--sm", "89"], "they need --backend tensorrt-rtx or tensorrt"),
+    (["--batch", "2"], "they need --backend tensorrt-rtx or tensorrt"),
+    (["--precision", "fp16"], "graphs in fp16 need --device cuda"),
+    (["--precision", "fp8"], "use --precision int8 or int4"),
+    (["--precision", "int4", "--activations", "fp16"], "--activations is for --device cuda"),
+    (["--backend", "tensorrt-rtx"], "--sm is missing: name the GPUs to build for, of 75"),
+    (["--backend", "tensorrt-rtx", "--sm", "90"], "does not build for SM 90"),
+    (["--backend", "tensorrt-rtx", "--sm", "89,86", "--precision", "fp8"], "SM 86 cannot run fp8"),
+    (["--backend", "tensorrt-rtx", "--sm", "75", "--precision", "bf16"], "SM 75 cannot run bf16"),
+    (["--backend", "tensorrt-rtx", "--sm", "75", "--precision", "int4", "--activations", "bf16"], "SM 75 cannot run"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--target", "nowhere", "--draft", "ngram"], "nowhere"),
+        (["--target", "nowhere"], "--draft"),
+        (["--recipe", "no-such"], "no-such"),
+        (["--recipe", "smollm2-135m", "--target", "x"], "either --recipe"),
+        (["--target", "x", "--draft", "ngram", "--precision", "int3"], "int3"),
+        (["--target", "x", "--draft", "ngram", "--quantize-embedding"], "int4"),
+        (["--target", "x", "--draft", "ngram", "--block-size", "7"], "need --precision"),
+        (["--target", "x", "--draft", "ngram", "--precision", "int4", "--block-size", "33"], "block size"),
+        *((["--target", "x", "--draft", "ngram", *arguments], said) for arguments, said in NO_SUCH_ENGINE),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_arguments_are_one_line_and_exit_2(tmp_path: Path, arguments: list[str], said: str) -> None:
+    result = invoke(tmp_path / "out", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert nothing_at(tmp_path / "out")
+
+
+def test_the_command_prints_the_manifest_as_json(sources: Path, tmp_path: Path) -> None:
+    arguments = ["--target", str(sources / "target"), "--draft", "ngram", "--max-length", "64", "--json"]
+    result = invoke(tmp_path / "out", *arguments)
+    assert result.exit_code == 0
+    assert parse(result.stdout) == parse((tmp_path / "out" / "bundle.json").read_text())
+    assert replace(parse(result.stdout), files=()).name == "out"
+
+
+def test_beside_json_the_notes_are_plain_lines_on_standard_error(tmp_path: Path) -> None:
+    save_folder(tmp_path / "m", tiny_model("mistral", sliding_window=1100))
+    arguments = ["--target", str(tmp_path / "m"), "--draft", "ngram", "--max-length", "1200", "--json"]
+    result = invoke(tmp_path / "out", *arguments)
+    assert result.exit_code == 0
+    assert parse(result.stdout) == parse((tmp_path / "out" / "bundle.json").read_text())
+    lines = result.stderr.splitlines()
+    assert any(line.startswith("the target's context is 128 tokens, shorter than max_length 1200") for line in lines)
+    assert "target: compared over 192 positions; its window of 1100 tokens is not crossed by that text" in lines
+    result = invoke(tmp_path / "out", *arguments[:-1], "--quiet", "--force")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("option", ["-k", "--max-length"])
+def test_zero_is_not_taken_for_the_recipe_s_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    fetched = {"smollm2-135m-instruct": tmp_path}
+    monkeypatch.setattr("draftc.export.catalog.fetch_recipe", lambda *_, **__: fetched)
+    result = invoke(tmp_path / "out", "--recipe", "smollm2-135m", option, "0")
+    assert result.exit_code == 2
+    assert "got 0" in result.stderr

@@ -85,9 +85,13 @@ def _serve() -> None:
             pickle.dump((kind, value), out)
             out.flush()
 
-        arguments = pickle.load(sys.stdin.buffer)
+        flavour, graph, spec, profiles, sms, engine, log = pickle.load(sys.stdin.buffer)
+
+        def progress(done: int, total: int) -> None:
+            tell("progress", (done, total))
+
         try:
-            built = build_engine(*arguments, lambda done, total: tell("progress", (done, total)))
+            built = build_engine(flavour, graph, spec, profiles, sms, engine, log, progress)
         except DraftcError as error:
             tell("error", error)
         else:

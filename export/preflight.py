@@ -86,7 +86,7 @@ def estimate(
     gathered = [FP32 * call_tokens * info.experts_per_token for info in infos]
     buffers = [info.shape.kv_bytes(max_length + max_width) for info in infos]
     # The peak is at the capture, which traces a batch of two, or at the parity gate: one graph, and what its widest
-    # call gathers. The builder of an engine takes about three times the engine: less than a capture, at every precision.
+    # call gathers. The builder of an engine takes about three times the engine: less than a capture, at any precision.
     peaks = [
         max(COPIES * size + 2 * kv, size + kv + copied)
         for size, kv, copied in zip(weights, buffers, gathered, strict=True)

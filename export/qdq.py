@@ -56,8 +56,8 @@ class Dequantize:
         """MatMul with the dequantized weight. A weight that two products share is dequantized in both, and fused."""
         scales = rounded[1]
         assert scales.const_value is not None
-        count, *columns = scales.const_value.shape.numpy()
-        attributes = {"axis": 0, "block_size": rows // count} if columns else {"axis": 1}
+        count, *per_output = scales.const_value.shape.numpy()
+        attributes = {"axis": 0, "block_size": rows // count} if per_output else {"axis": 1}
         wide = ir.node("DequantizeLinear", rounded, attributes)
         wide.outputs[0].type, wide.outputs[0].shape = scales.type, ir.Shape([rows, columns])
         graph.insert_before(node, wide)

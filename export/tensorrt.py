@@ -167,10 +167,10 @@ def build_engine(
     """Build `graph` (an ONNX file whose tensors are `spec`) into the file `engine`, with the builder's log in `log`.
 
     Two builds of a graph have the same size and memory, but not the same bytes. TensorRT-RTX times nothing; TensorRT
-    times kernels, and keeps what it found in the user's cache folder. `progress` is told steps of the outermost phase, in
-    another thread. Raises BackendUnavailableError, CaptureError when the parser refuses a node or what it made is not
-    the graph, ResourceError when the builder fails, and whatever `progress` raises; that, and an interrupt, stop the
-    build at its next step.
+    times kernels, and keeps what it found in the user's cache folder. `progress` is told steps of the outermost phase,
+    in another thread. Raises BackendUnavailableError, CaptureError when the parser refuses a node or what it made is
+    not the graph, ResourceError when the builder fails, and whatever `progress` raises; that, and an interrupt, stop
+    the build at its next step.
     """
     trt = load_tensorrt(flavour)
     monitor = _monitor(trt, progress)
@@ -231,9 +231,10 @@ def _build_network(
     if (stopped_by := monitor.stopped_by or logger.stopped_by) is not None:
         raise stopped_by
     if not done:
+        reason = logger.first_error or "it gave no reason"
         raise ResourceError(
-            f"{flavour} {trt.__version__} could not build {graph.name}: {logger.last_error}; compile with --backend "
-            "onnxruntime, or with a smaller --max-length and --prefill-chunk if memory was short"
+            f"{flavour} {trt.__version__} could not build {graph.name}: {reason}; compile with --backend onnxruntime, "
+            "or with a smaller --max-length and --prefill-chunk if memory was short"
         )
     activations = tuple(logger.activation_bytes)
     if len(activations) != len(profiles):
@@ -321,13 +322,13 @@ def _profile(builder: Any, network: Any, spec: GraphSpec, profile: Profile) -> A
 def _logger(trt: Any, file: Any, hide: str) -> Any:
     """A logger that writes information, warnings and errors to a file, without the folder `hide`.
 
-    It keeps the last error, and what the builder says of memory.
+    It keeps the first error, which those behind it follow from, and what the builder says of memory.
     """
 
     class Logger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
-            self.last_error = "no reason given"
+            self.first_error: str | None = None
             self.stopped_by: BaseException | None = None
             self.weights_bytes = 0
             self.activation_bytes: list[int] = []
@@ -347,8 +348,8 @@ def _logger(trt: Any, file: Any, hide: str) -> Any:
                     self.weights_bytes = int(found[2])
                 else:
                     self.activation_bytes.append(int(found[2]))
-            if name in ("ERROR", "INTERNAL_ERROR"):
-                self.last_error = " ".join(message.split())
+            if name in ("ERROR", "INTERNAL_ERROR") and self.first_error is None:
+                self.first_error = " ".join(message.split())
 
     return Logger()
 

@@ -129,7 +129,8 @@ def test_a_tiny_epsilon_is_not_taken_for_zero(tmp_path: Path, graph_runner: type
     assert model.config.rms_norm_eps == 1e-8
     tokens = text()
     with torch.no_grad():
-        model.get_input_embeddings().weight[tokens[0, 3]] = 0
+        table: torch.nn.Parameter = model.get_input_embeddings().weight  # type: ignore[assignment]
+        table[int(tokens[0, 3])] = 0
     reference = eager_logits(model, tokens)
     captured = capture_tiny(model, tmp_path)
     for positions, logits in rewind_run(graph_runner(captured.path, captured.spec), tokens):

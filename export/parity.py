@@ -113,7 +113,10 @@ def compare(reference: LogitRows, actual: LogitRows, vocab_size: int) -> Compari
     for position in positions:
         a, b = reference[position][:vocab_size], actual[position][:vocab_size]
         if not np.isfinite(b.max()):
-            raise ParityError(f"the graph's logits at position {position} are {b.max()}: nothing was written")
+            raise ParityError(
+                f"the graph's logits at position {position} are {b.max()}: if fp16 is too small for this model, use "
+                "--precision bf16; nothing was written"
+            )
         worst = max(worst, float(np.abs(a - b).max()))
         scale = max(scale, float(np.abs(a).max()))
         log_a, log_b = _log_softmax(a), _log_softmax(b)

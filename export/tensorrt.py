@@ -23,7 +23,7 @@ from draftc.runtime.errors import BackendUnavailableError, CaptureError, Resourc
 from draftc.runtime.graphio import PRESENT_Q, GraphSpec
 from draftc.runtime.records import Profile
 
-__all__ = ["Built", "Flavour", "build_engine", "check_forms", "check_sms", "known_sms", "load_tensorrt"]
+__all__ = ["Built", "Flavour", "Progress", "build_engine", "check_forms", "check_sms", "known_sms", "load_tensorrt"]
 
 Flavour = Literal["tensorrt-rtx", "tensorrt"]
 
@@ -188,7 +188,7 @@ def build_engine(
 def _build(*arguments: Any) -> Built:
     """`_build_network`, with no builder left behind by what it raises.
 
-    A traceback would keep it, and TensorRT goes on with the logger of the oldest builder there is.
+    A traceback would keep it: its weights, and its logger, which parts of TensorRT then go on to use.
     """
     try:
         return _build_network(*arguments)

@@ -3,8 +3,8 @@
 
     scripts/compile_memory.py --recipe smollm2-135m --backend tensorrt-rtx --sm 89 -o out/smollm2-rtx
 
-Memory is the resident set of the process, and of the processes that it starts (engines are built in one), sampled every
-50 ms; it includes pages of mapped files. Linux only.
+Memory is the resident set of the process, and of the process that builds the engine, sampled every 50 ms. It includes
+pages of mapped files, which the system takes back when it needs them; "own" is the rest of the builder's. Linux only.
 """
 
 import re
@@ -17,12 +17,13 @@ from pathlib import Path
 STAGE = re.compile(r"✓ (?P<name>.+?) +(?P<seconds>[\d.]+) s$")
 
 
-def resident_bytes(pid: int) -> int:
-    """What the process holds now; 0 once it is gone."""
+def resident_bytes(pid: int) -> tuple[int, int]:
+    """What the process holds now, and how much of that is not of a mapped file; zeros once it is gone."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-    except (OSError, IndexError):
-        return 0
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+    except (OSError, ValueError):
+        return 0, 0
+    return resident * 4096, (resident - shared) * 4096
 
 
 def children(pid: int) -> list[int]:
@@ -39,22 +40,25 @@ def main() -> int:
     draftc = Path(sys.executable).with_name("draftc")
     command = [str(draftc) if draftc.exists() else "draftc", "compile", *sys.argv[1:]]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    peak = builder = 0
+    peak = builder = own = 0
 
     def sample() -> None:
-        nonlocal peak, builder
+        nonlocal peak, builder, own
         while process.poll() is None:
-            peak = max(peak, resident_bytes(process.pid))
-            builder = max([builder, *(resident_bytes(child) for child in children(process.pid))])
+            peak = max(peak, resident_bytes(process.pid)[0])
+            for child in children(process.pid):
+                resident, private = resident_bytes(child)
+                builder, own = max(builder, resident), max(own, private)
             time.sleep(0.05)
 
     threading.Thread(target=sample, daemon=True).start()
     assert process.stderr is not None
-    print(f"{'stage':28} {'seconds':>8} {'peak MiB':>9} {'builder MiB':>12}")
+    print(f"{'stage':28} {'seconds':>8} {'peak MiB':>9} {'builder MiB':>12} {'own MiB':>8}")
     for line in process.stderr:
         if match := STAGE.search(line.rstrip()):
-            print(f"{match['name']:28} {match['seconds']:>8} {peak >> 20:9,} {builder >> 20:12,}", flush=True)
-            peak, builder = resident_bytes(process.pid), 0
+            memory = f"{peak >> 20:9,} {builder >> 20:12,} {own >> 20:8,}"
+            print(f"{match['name']:28} {match['seconds']:>8} {memory}", flush=True)
+            peak, builder, own = resident_bytes(process.pid)[0], 0, 0
         else:
             print(line.rstrip(), file=sys.stderr)
     code = process.wait()

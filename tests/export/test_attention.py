@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from draftc.export.attention import DecomposeAttention
+from draftc.export.lowering import lower
 from draftc.runtime.errors import CaptureError
 from tests.export.sketch import Sketch, count, run
 
@@ -169,3 +170,20 @@ def test_an_unknown_dimension_is_an_error() -> None:
     model.graph.inputs[1].shape = ir.Shape(["B", "H", LENGTH, 16])
     with pytest.raises(CaptureError, match="attention with an unknown dimension 1"):
         DecomposeAttention()(model)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "capped", "wide"),
+    [
+        ("onnxruntime", "cpu", 1, 1),
+        ("onnxruntime", "cuda", 0, 1),
+        ("tensorrt-rtx", "cuda", 0, 0),
+        ("tensorrt", "cuda", 0, 0),
+    ],
+)
+def test_each_backend_keeps_the_kernels_that_it_has(backend: Any, device: Any, capped: int, wide: int) -> None:
+    """ONNX Runtime's on the CPU take every form, on CUDA all but a soft cap."""
+    for case, kept in ((Case(softcap=2.0, dtype=FLOAT16), capped), (Case(key=264, value=264, dtype=FLOAT16), wide)):
+        model = case.model()
+        lower(model, backend, device)
+        assert count(model, "Attention") == kept

@@ -201,6 +201,11 @@ def rotate_other_way(sketch: Sketch, x: ir.Value) -> ir.Value:
     return sketch("Concat", part(sketch, x, DIM // 2, DIM), sketch("Neg", part(sketch, x, 0, DIM // 2)), axis=-1)
 
 
+def rotate_one_half_twice(sketch: Sketch, x: ir.Value) -> ir.Value:
+    half = part(sketch, x, DIM // 2, DIM)
+    return sketch("Concat", sketch("Neg", half), half, axis=-1)
+
+
 def rotate_quarters(sketch: Sketch, x: ir.Value) -> ir.Value:
     return sketch("Concat", sketch("Neg", part(sketch, x, DIM // 4, DIM)), part(sketch, x, 0, DIM // 4), axis=-1)
 
@@ -290,6 +295,7 @@ def test_query_and_key_share_the_halves_of_their_tables() -> None:
         {"rotate": rotate_pairs},
         {"rotate": rotate_other_way},
         {"rotate": rotate_quarters},
+        {"rotate": rotate_one_half_twice},
         {"same": False},
         {"combine": "Sub"},
         {"table_axis": 1},
@@ -297,7 +303,14 @@ def test_query_and_key_share_the_halves_of_their_tables() -> None:
         {"of": lambda sketch, x: sketch("Abs", x)},
     ],
     ids=[
-        *("interleaved pairs", "the other way round", "quarters", "halves that differ", "a difference"),
+        *(
+            "interleaved pairs",
+            "the other way round",
+            "quarters",
+            "one half twice",
+            "halves that differ",
+            "a difference",
+        ),
         *("a table that repeats along positions", "heads on another axis", "two different x"),
     ],
 )

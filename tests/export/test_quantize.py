@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from draftc.export.quantize import QuantizationScheme, QuantizeWeights
+from draftc.export.quantize import NBits, QuantizationScheme, QuantizeWeights
 from draftc.runtime.errors import CaptureError, UsageError
 
 VOCAB, WIDTH, INNER = 48, 64, 96
@@ -188,6 +188,12 @@ def test_a_graph_without_weights_is_refused() -> None:
 def test_a_scheme_that_is_not_offered_is_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         QuantizationScheme(**arguments)
+
+
+@pytest.mark.parametrize("scheme", [QuantizationScheme(8, 0), QuantizationScheme(8, 32, format="fp8")])
+def test_what_onnxruntime_has_no_kernel_for_is_refused(scheme: QuantizationScheme) -> None:
+    with pytest.raises(UsageError, match="integers in blocks of 16 to 256"):
+        NBits(scheme)
 
 
 def test_the_root_logger_stays_as_it_was() -> None:

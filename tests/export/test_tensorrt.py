@@ -342,8 +342,8 @@ def test_what_progress_raises_ends_the_build(tmp_path: Path, error: BaseExceptio
         build(*decoder(), tmp_path, progress=stop)
     assert caught.value is error
     assert calls == [1]
-    again = build(*decoder(), tmp_path)  # while the traceback of the first is still held
-    assert again.weights_bytes > 0
+    build(*decoder(), tmp_path)  # while the traceback of the first is still held
+    assert "The logger passed into createInferBuilder differs" not in (tmp_path / "build.log").read_text()
 
 
 def test_a_signal_ends_the_build(tmp_path: Path) -> None:

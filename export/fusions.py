@@ -180,6 +180,8 @@ def _table(value: ir.Value) -> ir.Value | None:
     if node is None or _number(node.inputs[1]) != 1:
         return None
     table = source = node.inputs[0]
+    if table is not None and table.shape is not None and table.shape[0] == 1:
+        return None  # one table for all rows of a batch, where the operator wants one for each
     while source is not None:
         producer = source.producer()
         if producer is None:

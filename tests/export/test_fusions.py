@@ -220,31 +220,33 @@ def rotation(
     combine: str = "Add",
     half: bool = False,
     swap: bool = False,
+    tables: int | str = "B",
     of: Callable[[Sketch, ir.Value], ir.Value] = lambda sketch, x: x,
 ) -> ir.Model:
     """x · cos + rotate(x) · sin, with tables cos([a, a]), sin([a, a]) of the angles a, or of [a, b] if not `same`."""
     sketch = Sketch()
     dtype = FLOAT16 if half else FLOAT
     x = sketch.input("x", dtype, ["B", HEADS, LENGTH, DIM])
-    a = sketch.input("a", FLOAT, ["B", LENGTH, DIM // 2])
+    a = sketch.input("a", FLOAT, [tables, LENGTH, DIM // 2])
     b = a if same else sketch.input("b", FLOAT, ["B", LENGTH, DIM // 2])
     if table_axis == 1:  # a table that repeats along the positions instead
         a = b = sketch("Reshape", a, [0, LENGTH // 2, DIM])
     angles = sketch("Concat", a, b, axis=table_axis)
-    tables = []
+    factors = []
     for function in ("Cos", "Sin"):
         table = sketch("Mul", sketch(function, angles), scale)
         if half:
             table = sketch("Cast", table, to=int(FLOAT16))
-        tables.append(sketch("Unsqueeze", table, [heads_axis]))
-    straight, turned = (x, tables[0]), (rotate(sketch, of(sketch, x)), tables[1])
-    products = [sketch("Mul", *(factors[::-1] if swap else factors)) for factors in (straight, turned)]
+        factors.append(sketch("Unsqueeze", table, [heads_axis]))
+    pairs = (x, factors[0]), (rotate(sketch, of(sketch, x)), factors[1])
+    products = [sketch("Mul", *(pair[::-1] if swap else pair)) for pair in pairs]
     return sketch.model(y=sketch(combine, *(products[::-1] if swap else products)))
 
 
 def feeds(model: ir.Model) -> dict[str, Array]:
     x = QUERY.astype(np.float16 if model.graph.inputs[0].dtype == FLOAT16 else np.float32)
-    given = {"x": x, "a": ANGLES, "b": OTHERS}
+    rows = 1 if model.graph.inputs[1].shape[0] == 1 else 2  # type: ignore[index]
+    given = {"x": x, "a": ANGLES[:rows], "b": OTHERS}
     return {value.name: given[value.name] for value in model.graph.inputs if value.name}
 
 
@@ -300,6 +302,7 @@ def test_query_and_key_share_the_halves_of_their_tables() -> None:
         {"combine": "Sub"},
         {"table_axis": 1},
         {"heads_axis": 2},
+        {"tables": 1},
         {"of": lambda sketch, x: sketch("Abs", x)},
     ],
     ids=[
@@ -311,7 +314,7 @@ def test_query_and_key_share_the_halves_of_their_tables() -> None:
             "halves that differ",
             "a difference",
         ),
-        *("a table that repeats along positions", "heads on another axis", "two different x"),
+        *("a table that repeats along positions", "heads on another axis", "a table for all rows", "two different x"),
     ],
 )
 def test_what_is_no_rotation_of_halves_stays(form: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ peek → check the pair → preflight → build each model → write → publish
 """
 
 import importlib.metadata
+from dataclasses import replace
 
 from draftc.export import preflight, tensorrt
 from draftc.export.build import Built, Role, build_model
@@ -31,6 +32,7 @@ def compile_bundle(options: CompileOptions, reporter: Reporter | None = None) ->
     reporter = reporter or Quiet()
     with reporter.stage("check"):
         backend = _backend(options)
+        options = replace(options, sms=backend.sms)
         target = peek(resolve(options.target, trust_remote_code=options.trust_remote_code))
         draft = None
         if options.draft != "ngram":

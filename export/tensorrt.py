@@ -227,8 +227,9 @@ def _build_network(
         config.add_optimization_profile(_profile(builder, network, spec, profile))
     config.progress_monitor = monitor
     with _timings(flavour, trt, config, sms), engine.open("wb") as out:
-        done = builder.build_serialized_network_to_stream(network, config, _writer(trt, out))
-    if (stopped_by := monitor.stopped_by or logger.stopped_by) is not None:
+        writer = _writer(trt, out)
+        done = builder.build_serialized_network_to_stream(network, config, writer)
+    if (stopped_by := monitor.stopped_by or logger.stopped_by or writer.stopped_by) is not None:
         raise stopped_by
     if not done:
         reason = logger.first_error or "it gave no reason"
@@ -360,9 +361,14 @@ def _writer(trt: Any, file: Any) -> Any:
     class Writer(trt.IStreamWriter):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IStreamWriter.__init__(self)
+            self.stopped_by: BaseException | None = None
 
         def write(self, data: bytes) -> int:
-            return int(file.write(data))
+            try:
+                return int(file.write(data))
+            except BaseException as error:  # a full disk: build_engine raises it
+                self.stopped_by = error
+                return 0
 
     return Writer()
 

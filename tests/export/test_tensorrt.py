@@ -1,8 +1,6 @@
 """The TensorRT builder: what it refuses, what the parser may not do unseen, and what a build leaves behind."""
 
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -344,17 +342,6 @@ def test_what_progress_raises_ends_the_build(tmp_path: Path, error: BaseExceptio
     assert calls == [1]
     build(*decoder(), tmp_path)  # while the traceback of the first is still held
     assert "The logger passed into createInferBuilder differs" not in (tmp_path / "build.log").read_text()
-
-
-def test_a_signal_ends_the_build(tmp_path: Path) -> None:
-    """Ctrl-C arrives in the main thread, wherever the builder is."""
-
-    def press(done: int, total: int) -> None:
-        if done == 1:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        build(*decoder(), tmp_path, progress=press)
 
 
 @pytest.mark.parametrize("tail", ["draft", "verify"])

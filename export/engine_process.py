@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,7 +50,7 @@ def build_engine_apart(
         assert child.stdout is not None
         try:
             pickle.dump((flavour, graph, spec, profiles, sms, engine, log), child.stdin)
-            child.stdin.close()
+            child.stdin.flush()  # and not closed: its end tells the child that this process is gone
             while True:
                 kind, value = pickle.load(child.stdout)
                 if kind == "progress":
@@ -76,6 +77,12 @@ def _end(code: int, errors: IO[bytes]) -> str:
     return f"{how} ({said[:200]}): compile with --backend onnxruntime, and please report the model"
 
 
+def _end_with_parent() -> None:
+    """End as soon as nobody waits for the engine: standard input ends when the parent is closed, killed or gone."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
 def _serve() -> None:
     """The child: one build."""
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as out:
@@ -86,6 +93,7 @@ def _serve() -> None:
             out.flush()
 
         flavour, graph, spec, profiles, sms, engine, log = pickle.load(sys.stdin.buffer)
+        threading.Thread(target=_end_with_parent, daemon=True).start()
 
         def progress(done: int, total: int) -> None:
             tell("progress", (done, total))

@@ -85,9 +85,9 @@ def round_blocks(
         top = 2 ** (bits - 1)
         scale = np.maximum(-blocks.min(axis=1) / top, blocks.max(axis=1) / (top - 1))
     scales = scale.astype(matrix.dtype)  # (K / block, N)
-    divisor = scales.astype(np.float32)[:, None]
-    # A block of zeros, or one so small that its scale is zero in this type, has codes of zero.
-    scaled = np.divide(blocks, divisor, out=np.zeros_like(blocks), where=divisor > 0)
+    # A block of zeros, or one so small that its scale is zero in this type: TensorRT wants scales above 0; codes are 0.
+    scales[scales == 0] = 1
+    scaled = blocks / scales.astype(np.float32)[:, None]
     codes: NDArray[np.generic]
     if fp8:
         codes = np.clip(scaled, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)

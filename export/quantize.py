@@ -159,7 +159,9 @@ class NBits:
     def check(scheme: QuantizationScheme) -> None:
         """Raise UsageError for a scheme that this form cannot express."""
         if scheme.block_size == 0 or scheme.format != "int":
-            raise UsageError("ONNX Runtime rounds to integers in blocks of 16 to 256: use --precision int8 or int4")
+            raise UsageError(
+                "ONNX Runtime rounds to integers in blocks: use --precision int8 or int4 with --block-size 16 to 256"
+            )
 
     def round(self, graph: ir.Graph, weight: ir.Value, transposed: bool) -> list[ir.Value]:
         """Packed blocks, scales, and zero points where the scheme has them."""

@@ -110,7 +110,7 @@ ENGINE: dict[str, Any] = {"backend": "tensorrt-rtx", "device": "cuda", "half": "
         ({"sms": ("89",)}, "--sm and --batch describe TensorRT engines"),
         ({"batch": (1, 2)}, "--sm and --batch describe TensorRT engines"),
         ({"half": "fp16"}, "graphs in fp16 need --device cuda"),
-        ({"scheme": QuantizationScheme(8, 0)}, "integers in blocks of 16 to 256"),
+        ({"scheme": QuantizationScheme(8, 0)}, "integers in blocks"),
         ({"scheme": QuantizationScheme(8, 32, format="fp8")}, "integers in blocks"),
         (ENGINE | {"half": None}, "engines compute in half precision: use --precision fp16"),
         (ENGINE | {"device": "cpu"}, "run on CUDA devices only, got device 'cpu'"),

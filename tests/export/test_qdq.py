@@ -259,3 +259,14 @@ def test_tensorrt_rtx_builds_it(tmp_path: Path, precision: str, block: int, fuse
     assert built.weights_bytes == pytest.approx(2 * (codes + scales), abs=4096)
     widened = built.activation_bytes[0] - plain.activation_bytes[0]
     assert widened == (0 if fused else 2 * width**2)
+
+
+@pytest.mark.parametrize(("bits", "block", "fp8"), [(8, 0, False), (8, 0, True), (4, 16, False)])
+def test_an_output_of_zeros_has_a_scale_above_zero(bits: int, block: int, fp8: bool) -> None:
+    """As the head has for a padding token whose embedding is zero: TensorRT's parser refuses a scale of 0."""
+    matrix = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float16)
+    matrix[:, 1] = 0
+    matrix[:, 2] = 1e-7  # whose scale is no fp16 number above 0
+    codes, scales = round_blocks(matrix, bits, block, fp8)
+    assert (scales > 0).all()
+    assert (codes[:, 1:].astype(np.float32) == 0).all()

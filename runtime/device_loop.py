@@ -122,8 +122,7 @@ class DeviceLoop:
                     break
         accepted = min(verified.accepted, len(tokens))
         self.text.extend(tokens)
-        # A proposal that the end of the text cut short was not rejected there: only what was looked at counts.
-        self.stats.count(accepted if len(tokens) == accepted else proposed, accepted)
+        self.stats.count_step(proposed, accepted, len(tokens))
         return Step(tokens, accepted, proposed, [])
 
     def _drafted(self, draft: Decoder, text: Tokens, k: int) -> tuple[Verified, int]:

@@ -96,9 +96,7 @@ class Loop:
             outcome = accept(proposal, logits, self.sampler, self.emit)
             logprobs = token_logprobs(logits, outcome.tokens) if self.logprobs else []
         self.text.extend(outcome.tokens)
-        # A proposal that the end of the text cut short was not rejected there: only what was looked at counts.
-        ended_early = len(outcome.tokens) == outcome.accepted
-        self.stats.count(outcome.accepted if ended_early else proposed, outcome.accepted)
+        self.stats.count_step(proposed, outcome.accepted, len(outcome.tokens))
         return Step(outcome.tokens, outcome.accepted, proposed, logprobs)
 
 

@@ -82,6 +82,14 @@ class Stats:
             self.proposed_at[i] += 1
             self.accepted_at[i] += i < accepted
 
+    def count_step(self, proposed: int, accepted: int, emitted: int) -> None:
+        """Record a verification of `proposed` tokens that emitted the `accepted` ones and one of the target's own.
+
+        The own token is missing where the text ended before. Such a proposal was not rejected there: only what was
+        looked at counts.
+        """
+        self.count(accepted if emitted == accepted else proposed, accepted)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to `draft_s`, `verify_s` or `accept_s`."""

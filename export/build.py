@@ -8,8 +8,7 @@ gone before the next, and the quantizer reads one float matrix at a time.
 
 import gc
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
@@ -17,30 +16,36 @@ from typing import Literal, cast
 import onnx_ir as ir
 
 from draftc.export import parity
+from draftc.export.calibration import calibration_corpus, calibration_tokens
 from draftc.export.capture import Captured, capture
 from draftc.export.checkpoint import Checkpoint, CheckpointInfo, load
+from draftc.export.draft_vocab import KeptTokens
 from draftc.export.engine_process import build_engine_apart
-from draftc.export.half import WidenFloats, cast_parameters, round_parameters, widened_spec
+from draftc.export.gguf import GgufFile
+from draftc.export.gguf_blocks import stored_blocks
+from draftc.export.gptq import round_model
+from draftc.export.half import cast_parameters, round_parameters
+from draftc.export.head import CutHead, cut_name
+from draftc.export.judge import Judge, parity_length, sliding_window
 from draftc.export.lowering import lower
 from draftc.export.options import CompileOptions
-from draftc.export.passes import FuseTransposedWeights
 from draftc.export.progress import Reporter
 from draftc.export.qdq import Dequantize
-from draftc.export.quantize import NBits, QuantizationScheme, QuantizeWeights
+from draftc.export.quantize import NBits, QuantizationScheme, QuantizeWeights, WeightForm
 from draftc.export.rope import fixed_rope
+from draftc.export.rounding import Rounded
 from draftc.export.tails import DraftTail, VerifyTail
 from draftc.export.tensorrt import Flavour, check_forms
-from draftc.runtime.backends import open_engine
-from draftc.runtime.decoder import Decoder, Limits
-from draftc.runtime.engine import Tokens
+from draftc.runtime.decoder import Limits
 from draftc.runtime.graphio import GraphSpec
 from draftc.runtime.manifest import EngineInfo, Model, ParityReport, Profile, Quantization, Range, Source
+from draftc.runtime.vocabulary import write_token_ids
 
-__all__ = ["Built", "Role", "build_model"]
+__all__ = ["TOKEN_IDS", "Built", "Role", "build_model"]
 
 Role = Literal["target", "draft"]
-LOGITS_BYTES = 1 << 30  # most that the parity gate holds of one model's logits
 GRAPH, DATA, ENGINE, LOG = "model.onnx", "model.onnx.data", "model.engine", "build.log"
+TOKEN_IDS = "token_ids.bin"
 
 
 @dataclass(frozen=True)
@@ -52,17 +57,23 @@ class Built:
 
 
 def build_model(
-    role: Role, info: CheckpointInfo, options: CompileOptions, limits: Limits, folder: Path, reporter: Reporter
+    role: Role,
+    info: CheckpointInfo,
+    options: CompileOptions,
+    limits: Limits,
+    folder: Path,
+    reporter: Reporter,
+    kept: KeptTokens | None = None,
 ) -> Built:
-    """Leave `folder`/`role` with the model's graph or engine behind.
+    """Leave `folder`/`role` with the model's graph or engine behind, its head cut to the tokens `kept`.
 
     Raises CheckpointError, CaptureError, ParityError, ResourceError, UsageError.
     """
     with reporter.stage(f"{role}: load") as advance:
         checkpoint = load(info, progress=advance)
     fingerprint = checkpoint.fingerprint
-    tokens = parity.parity_tokens(info.tokenizer, _parity_length(info, limits))
-    window = _sliding_window(info)
+    tokens = parity.parity_tokens(info.tokenizer, parity_length(info, limits))
+    window = sliding_window(info)
     if window is not None and tokens.size <= window < limits.max_length:
         reporter.note(
             f"{role}: compared over {tokens.size} positions; its window of {window} tokens is not crossed by that text"
@@ -71,6 +82,7 @@ def build_model(
         round_parameters(checkpoint.model, options.half)
     with reporter.stage(f"{role}: eager reference"), fixed_rope(checkpoint.model, limits.max_length):
         expected = parity.eager_logits(checkpoint.model, tokens)
+    rounded, calibration = _round(role, checkpoint, options, limits, reporter)
     if options.half:
         cast_parameters(checkpoint.model, options.half)
     work = folder / f"{role}.work"
@@ -79,20 +91,28 @@ def build_model(
     # Every reference to the torch weights must go before a session maps its own.
     del checkpoint
     gc.collect()
+    (folder / role).mkdir()
+    if kept is not None:
+        captured = _cut(role, captured, kept, reporter)
+        heads = {key: matrix for key, matrix in rounded.items() if len(matrix.codes) == info.shape.vocab_rows}
+        rounded |= {(cut_name(name), stored): head.take(kept.token_ids) for (name, stored), head in heads.items()}
+        write_token_ids(folder / role / TOKEN_IDS, kept.token_ids)
+        # From here on the graph's logits are compared with the checkpoint's own at these ids.
+        expected = {position: row[kept.token_ids] for position, row in expected.items()}
+        limits = replace(limits, vocab_size=kept.token_ids.size)
 
-    judge = _Judge(role, info, limits, tokens, options, reporter)
-    graph = work / "lowered.onnx"  # refers to the captured graph's weight file
+    judge = Judge(role, info, limits, tokens, options, reporter, None if kept is None else kept.token_ids)
+    graph = captured.path.with_name("lowered.onnx")  # refers to the captured graph's weight file
     ir.save(lower(ir.load(captured.path), options.backend, options.device), graph)
     logits, reports = judge.capture(graph, captured.spec, expected)
     del expected
-    (folder / role).mkdir()
     quantization = None
     if options.scheme is not None:
-        rounded = work / "quantized" / GRAPH
-        rounded.parent.mkdir()
-        quantization = _quantize(role, captured, options, rounded, reporter)
-        reports.append(judge.quantized(rounded, captured.spec, logits))
-        graph = rounded
+        graph = work / "quantized" / GRAPH
+        graph.parent.mkdir()
+        quantization = replace(_quantize(role, captured, options, rounded, graph, reporter), calibration=calibration)
+        rounded.clear()
+        reports.append(judge.quantized(graph, captured.spec, logits))
     del logits
     spec, engine = captured.spec, None
     if options.engines:
@@ -131,23 +151,67 @@ def _capture(role: Role, checkpoint: Checkpoint, limits: Limits, work: Path, rep
         )
 
 
-def _quantize(role: Role, captured: Captured, options: CompileOptions, path: Path, reporter: Reporter) -> Quantization:
-    """Write the quantized and lowered graph to `path`."""
+def _cut(role: Role, captured: Captured, kept: KeptTokens, reporter: Reporter) -> Captured:
+    """The captured graph with a head for the tokens `kept`, in place of the one with the whole head."""
+    with reporter.stage(f"{role}: cut the head"):
+        path = captured.path.parent / "cut" / GRAPH
+        path.parent.mkdir()
+        graph = ir.load(captured.path)
+        CutHead(kept.token_ids)(graph)
+        ir.save(graph, path, external_data=DATA)
+        del graph
+        for old in (captured.path, captured.path.with_name(DATA)):
+            old.unlink()
+    return replace(captured, path=path, spec=captured.spec.with_vocab_rows(kept.token_ids.size))
+
+
+def _round(
+    role: Role, checkpoint: Checkpoint, options: CompileOptions, limits: Limits, reporter: Reporter
+) -> tuple[Rounded, str | None]:
+    """The weights that are not rounded to nearest, and what GPTQ was calibrated on."""
+    scheme, info = options.scheme, checkpoint.info
+    if scheme is None or scheme.rounding == "nearest":
+        return {}, None
+    if scheme.rounding == "stored":
+        return stored_blocks(GgufFile(info.source.location), info.config, checkpoint.model), None
+    with reporter.stage(f"{role}: gptq") as advance:
+        corpus = calibration_corpus(options.calibration)
+        tokens = calibration_tokens(info, corpus)
+        with fixed_rope(checkpoint.model, limits.max_length):
+            rounded = round_model(
+                checkpoint.model,
+                tokens,
+                bits=scheme.bits,
+                block_size=scheme.block_size,
+                symmetric=scheme.symmetric,
+                head=scheme.head,
+                progress=advance,
+            )
+    return rounded, f"{tokens.size} tokens of {corpus.note}"
+
+
+def _quantize(
+    role: Role, captured: Captured, options: CompileOptions, given: Rounded, path: Path, reporter: Reporter
+) -> Quantization:
+    """Write the quantized and lowered graph to `path`, with the weights `given` as they are rounded there."""
     scheme = cast(QuantizationScheme, options.scheme)
     with reporter.stage(f"{role}: quantize") as advance:
-        rewrite = QuantizeWeights(scheme, advance, Dequantize(scheme) if options.engines else NBits(scheme))
+        form: WeightForm = Dequantize(scheme) if options.engines else NBits(scheme, given)
+        rewrite = QuantizeWeights(scheme, advance, form)
         graph = ir.load(captured.path)
         rewrite(graph)
         ir.save(lower(graph, options.backend, options.device), path, external_data=DATA)
         del graph
     if names := rewrite.left_in_float:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         reporter.note(
-            f"{role}: {rewrite.float_share:.0%} of the weights that it multiplies with stay in float: "
-            f"{', '.join(names[:3])}{more}"
+            f"{role}: {rewrite.float_share:.0%} of the weights that it multiplies with stay in float: {_some(names)}"
         )
+    if isinstance(form, NBits) and scheme.rounding != "nearest" and form.nearest:
+        why = "no calibration reached them" if scheme.rounding == "gptq" else "stored in another type"
+        reporter.note(f"{role}: rounded to nearest ({why}): {_some(form.nearest)}")
     return Quantization(
         format=scheme.format,
+        rounding=scheme.rounding,
         bits=scheme.bits,
         block_size=scheme.block_size,
         symmetric=scheme.symmetric,
@@ -157,101 +221,8 @@ def _quantize(role: Role, captured: Captured, options: CompileOptions, path: Pat
     )
 
 
-class _Judge:
-    """The parity gate of one model: runs its graphs over one text on ONNX Runtime's CPU provider and compares."""
-
-    def __init__(
-        self,
-        role: Role,
-        info: CheckpointInfo,
-        limits: Limits,
-        tokens: Tokens,
-        options: CompileOptions,
-        reporter: Reporter,
-    ) -> None:
-        self.role = role
-        self.info = info
-        self.limits = limits
-        self.tokens = tokens
-        self.options = options
-        self.reporter = reporter
-
-    def capture(
-        self, graph: Path, spec: GraphSpec, expected: parity.LogitRows
-    ) -> tuple[parity.LogitRows, list[ParityReport]]:
-        """Compare a float graph with eager PyTorch's logits; return what it gives, and the reports.
-
-        A half-typed graph is compared in float32, and then (fp16: ONNX Runtime's CPU has no bf16 kernels) as it is.
-        """
-        name, half = self.info.source.name, self.options.half
-        with self.reporter.stage(f"{self.role}: parity with eager"), self._in_float32(graph, spec) as (wide, wide_spec):
-            logits = self._run(wide, wide_spec)
-            comparison = parity.compare(expected, logits, spec.vocab_rows)
-            reports = [self._report("capture", comparison, parity.check_capture(name, comparison))]
-        if half == "fp16":
-            with self.reporter.stage(f"{self.role}: parity of fp16"):
-                comparison = parity.compare(logits, self._run(graph, spec), self.limits.vocab_size)
-                reports.append(self._report("half", comparison, parity.check_rounded(name, "fp16", comparison)))
-        elif half == "bf16":
-            self.reporter.note(
-                f"{self.role}: compared in float32 with bf16 weights; no CPU can run bf16 arithmetic here"
-            )
-        return logits, reports
-
-    def quantized(self, graph: Path, spec: GraphSpec, reference: parity.LogitRows) -> ParityReport:
-        """Compare a quantized graph with the float graph's logits: as it is, but for bf16, which is widened."""
-        with self.reporter.stage(f"{self.role}: parity with float"):
-            if self.options.half == "bf16":
-                with self._in_float32(graph, spec) as (wide, wide_spec):
-                    logits = self._run(wide, wide_spec)
-            else:
-                logits = self._run(graph, spec)
-            comparison = parity.compare(reference, logits, self.limits.vocab_size)
-        allowed = parity.check_rounded(self.info.source.name, self.options.precision, comparison)
-        return self._report("quantize", comparison, allowed)
-
-    @contextmanager
-    def _in_float32(self, graph: Path, spec: GraphSpec) -> Iterator[tuple[Path, GraphSpec]]:
-        """The graph with every half-typed value in float32: a temporary file, unless it is in float32 already."""
-        if self.options.half is None:
-            yield graph, spec
-            return
-        path = graph.with_name("float32.onnx")
-        data = path.with_name(path.name + ".data")
-        model = ir.load(graph)
-        WidenFloats()(model)
-        FuseTransposedWeights()(model)  # or the session would hold a transposed copy of every weight
-        ir.save(model, path, external_data=data.name)
-        del model
-        try:
-            yield path, widened_spec(spec)
-        finally:
-            path.unlink()
-            data.unlink(missing_ok=True)
-
-    def _run(self, graph: Path, spec: GraphSpec) -> parity.LogitRows:
-        limits = self.limits
-        widest = max(limits.prefill_chunk, limits.max_width)
-        engine = open_engine("onnxruntime", graph, spec, max_call=widest, max_rows=limits.max_width)
-        decoder = Decoder(engine, replace(limits, vocab_size=spec.vocab_rows))
-        try:
-            return parity.graph_logits(decoder, self.tokens, self.options.num_speculative_tokens)
-        finally:
-            decoder.close()
-
-    def _report(
-        self, stage: Literal["capture", "half", "quantize"], result: parity.Comparison, tolerance: float
-    ) -> ParityReport:
-        return ParityReport(
-            graph=self.role,
-            stage=stage,
-            layers=self.info.shape.num_layers,
-            tokens=result.tokens,
-            max_abs_diff=result.max_abs_diff,
-            kl=result.kl,
-            greedy_agreement=result.greedy_agreement,
-            tolerance=tolerance,
-        )
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _build_engine(
@@ -310,21 +281,3 @@ def _profiles(role: Role, options: CompileOptions, limits: Limits) -> tuple[Prof
         Profile(name="decode", batch=batch, tokens=width, rows=width),
         Profile(name="prefill", batch=batch, tokens=chunk, rows=Range(min=1, opt=1, max=1)),
     )
-
-
-def _parity_length(info: CheckpointInfo, limits: Limits) -> int:
-    """192 tokens, or past the edge of a sliding window, since only a text beyond it shows a wrong mask.
-
-    No more than whose logits fit into LOGITS_BYTES.
-    """
-    window = _sliding_window(info)
-    wanted = max(192, window + 64) if window is not None and window <= 1024 else 192
-    return min(wanted, limits.max_length, max(8, LOGITS_BYTES // (4 * info.shape.vocab_rows)))
-
-
-def _sliding_window(info: CheckpointInfo) -> int | None:
-    """How many tokens a layer looks back, where some layers do not look back to the beginning."""
-    config = info.config.get_text_config()
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    slides = kinds is None or "sliding_attention" in kinds
-    return window if isinstance(window, int) and slides else None

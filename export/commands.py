@@ -13,8 +13,9 @@ from rich.table import Table
 
 from draftc.runtime.cli_options import help_text
 from draftc.runtime.errors import UsageError
+from draftc.runtime.inspection import perplexity_of
 from draftc.runtime.manifest import Manifest, to_json
-from draftc.runtime.records import BackendName, Device, Precision
+from draftc.runtime.records import BackendName, Device, Precision, Rounding
 
 if TYPE_CHECKING:
     from draftc.export.half import Half
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["compile_", "fetch", "register"]
 
 BLOCK_SIZE = 32
+GPTQ_BLOCK_SIZE = 128  # the fastest kernel; GPTQ makes up for what larger blocks cost
 
 
 def register(app: typer.Typer) -> None:
@@ -70,15 +72,35 @@ def compile_(
     block_size: Annotated[
         int | None,
         typer.Option(
-            help="Weights that share one scale: 16 to 256; 0: one per output. Default: 32 (TensorRT int8 and fp8: 0)."
+            help="Weights that share one scale: 16 to 256; 0: one per output. Default: 128 with gptq, else 32 "
+            "(TensorRT int8 and fp8: 0)."
         ),
     ] = None,
-    symmetric: Annotated[bool, typer.Option(help="Quantize without zero points.")] = True,
+    symmetric: Annotated[
+        bool | None, typer.Option(help="Quantize without zero points. Default: yes, but for gptq at 4 bits.")
+    ] = None,
+    rounding: Annotated[
+        str | None,
+        typer.Option(
+            help="How weights are rounded: nearest, gptq, or stored (as in a Q4_0 or Q8_0 GGUF file). Default: gptq "
+            "for int4 on the CPU, else nearest."
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Text file that gptq is calibrated on. Default: Python's library.")
+    ] = None,
     accuracy_level: Annotated[int, typer.Option(help="MatMulNBits accuracy level, 0 to 4; 4 is int8 arithmetic.")] = 4,
     quantize_head: Annotated[bool, typer.Option(help="Quantize the output head.")] = True,
-    quantize_embedding: Annotated[bool, typer.Option(help="Quantize the embedding table too (int4 only).")] = False,
+    quantize_embedding: Annotated[bool, typer.Option(help="Store the embedding table in 8 bits.")] = False,
     min_ngram: Annotated[int, typer.Option(help="Shortest suffix that the n-gram drafter looks up.")] = 2,
-    max_ngram: Annotated[int, typer.Option(help="Longest suffix that the n-gram drafter looks up.")] = 4,
+    max_ngram: Annotated[int, typer.Option(help="Longest suffix that the n-gram drafter looks up.")] = 6,
+    draft_vocab: Annotated[
+        int, typer.Option(help="Cut the draft's output head to this many tokens, the most frequent ones; 0: all.")
+    ] = 0,
+    draft_corpus: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text that --draft-vocab counts tokens in; may be repeated. Default: Python's library."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the bundle. Default: the folder's name.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the bundle at --out.")] = False,
     trust_remote_code: Annotated[
@@ -130,10 +152,20 @@ def compile_(
     half = _half(kind, activations, on_cuda=wanted == "cuda")
     scheme = None
     if kind in ("int8", "int4", "fp8"):
+        how: Rounding = _one_of("rounding", rounding or _default_rounding(kind, wanted), Rounding)
         if block_size is None:
-            block_size = 0 if kind == "fp8" or (engines and kind == "int8") else BLOCK_SIZE
-        scheme = _scheme(kind, block_size, symmetric, accuracy_level, quantize_head, quantize_embedding)
-    elif quantize_embedding or block_size is not None or not symmetric or accuracy_level != 4 or not quantize_head:
+            block_size = GPTQ_BLOCK_SIZE if how == "gptq" else BLOCK_SIZE
+            if kind == "fp8" or (engines and kind == "int8"):
+                block_size = 0
+        if symmetric is None:
+            symmetric = not (how == "gptq" and kind == "int4")
+        scheme = _scheme(kind, block_size, symmetric, accuracy_level, quantize_head, quantize_embedding, how)
+    elif (
+        (block_size, symmetric, rounding) != (None, None, None)
+        or accuracy_level != 4
+        or quantize_embedding
+        or not quantize_head
+    ):
         raise UsageError("options of quantization need --precision int8, int4 or fp8")
     options = CompileOptions(
         target=target,
@@ -145,12 +177,15 @@ def compile_(
         batch=_batch(batch),
         half=half,
         scheme=scheme,
+        calibration=calibration,
         num_speculative_tokens=4 if k is None else k,
         max_length=max_length,
         max_width=max_width,
         prefill_chunk=prefill_chunk,
         min_ngram=min_ngram,
         max_ngram=max_ngram,
+        draft_vocab=draft_vocab,
+        draft_corpus=tuple(draft_corpus or ()),
         force=force,
         trust_remote_code=trust_remote_code,
         name=name,
@@ -189,8 +224,19 @@ def _half(precision: Precision, activations: str | None, *, on_cuda: bool) -> "H
     return chosen
 
 
+def _default_rounding(precision: Precision, device: Device) -> Rounding:
+    """GPTQ pays where there are few bits; at 8, rounding to nearest loses next to nothing."""
+    return "gptq" if precision == "int4" and device == "cpu" else "nearest"
+
+
 def _scheme(
-    precision: Precision, block_size: int, symmetric: bool, accuracy_level: int, head: bool, embedding: bool
+    precision: Precision,
+    block_size: int,
+    symmetric: bool,
+    accuracy_level: int,
+    head: bool,
+    embedding: bool,
+    rounding: Rounding,
 ) -> "QuantizationScheme":
     from draftc.export.quantize import QuantizationScheme
 
@@ -202,6 +248,7 @@ def _scheme(
         head=head,
         embedding=embedding,
         format="fp8" if precision == "fp8" else "int",
+        rounding=rounding,
     )
 
 
@@ -261,10 +308,12 @@ def _print_summary(console: Console, out: Path, manifest: Manifest, seconds: flo
         for report in manifest.parity:
             if report.graph == role:
                 against = {"capture": "eager PyTorch", "half": "float32", "quantize": "the float graph"}[report.stage]
+                perplexity = perplexity_of(report)
                 table.add_row(
                     "",
                     f"against {against}: max |Δlogit| {report.max_abs_diff:.2g}, KL {report.kl:.2g}, "
-                    f"same argmax {report.greedy_agreement:.1%} of {report.tokens} positions",
+                    f"same argmax {report.greedy_agreement:.1%} of {report.tokens} positions"
+                    + (f", perplexity {perplexity}" if perplexity else ""),
                 )
     if manifest.pair is not None:
         speeds = ", ".join(f"{speed:.2f}× at {rate}" for rate, speed in manifest.pair.predicted_speedup.items())

@@ -1,23 +1,42 @@
 """`draftc compile`: from checkpoints to a bundle, in one straight line.
 
-peek → check the pair → preflight → build each model → write → publish
+peek → check the pair → choose the draft's tokens → preflight → build each model → write → publish
 """
 
 import importlib.metadata
+from collections.abc import Sequence
 from dataclasses import replace
 
 from draftc.export import preflight, tensorrt
-from draftc.export.build import Built, Role, build_model
+from draftc.export.build import TOKEN_IDS, Built, Role, build_model
 from draftc.export.bundle_writer import BundleWriter, utc_now
+from draftc.export.calibration import calibration_corpus, calibration_tokens
 from draftc.export.capture import position_table
 from draftc.export.checkpoint import CheckpointInfo, check_tokenizer, peek, resolve, skeleton, write_tokenizer
+from draftc.export.draft_vocab import (
+    KeptTokens,
+    check_size,
+    choose_tokens,
+    read_corpus,
+    required_tokens,
+    standard_library,
+)
 from draftc.export.options import CompileOptions
 from draftc.export.pair import PairReport, check_pair, target_length_warning, tokenizer_fingerprint
 from draftc.export.progress import Quiet, Reporter
 from draftc.export.seams import OPSET
 from draftc.runtime.decoder import Limits
 from draftc.runtime.errors import UsageError
-from draftc.runtime.manifest import Backend, Draft, DraftModel, Manifest, NgramDraft, PairSummary, TokenizerInfo
+from draftc.runtime.manifest import (
+    Backend,
+    Draft,
+    DraftModel,
+    DraftVocabulary,
+    Manifest,
+    NgramDraft,
+    PairSummary,
+    TokenizerInfo,
+)
 from draftc.runtime.ort_session import load_onnxruntime
 
 __all__ = ["CompileOptions", "compile_bundle"]
@@ -43,16 +62,21 @@ def compile_bundle(options: CompileOptions, reporter: Reporter | None = None) ->
         limits = Limits(
             max_length, options.max_width, min(options.prefill_chunk, max_length), _vocab_size(target, draft)
         )
-        pair = check_pair(target, draft, max_length, options.num_speculative_tokens) if draft else None
+        if options.draft_vocab:
+            check_size(options.draft_vocab, required_tokens(target, limits.vocab_size), limits.vocab_size)
+        rows = options.draft_vocab or None
+        pair = check_pair(target, draft, max_length, options.num_speculative_tokens, rows) if draft else None
         infos = [info for info in (target, draft) if info]
         for role, info in zip(_ROLES, infos, strict=False):
             _check_positions(role, info, max_length)
         check_tokenizer(target)
+        _check_rounding(options, infos)
     notes = [note for info in infos for note in info.notes]
     if (too_short := target_length_warning(target, max_length)) is not None:
         notes.append(too_short)
     for note in [*notes, *(pair.warnings if pair else ())]:
         reporter.note(note)
+    kept = _choose_tokens(options, target, limits, reporter) if options.draft_vocab else None
     with BundleWriter(options.out, force=options.force) as writer:
         needs = preflight.estimate(
             infos,
@@ -63,16 +87,17 @@ def compile_bundle(options: CompileOptions, reporter: Reporter | None = None) ->
             block_size=(options.scheme.block_size or 4096) if options.scheme else 32,
             half=options.half is not None,
             engines=options.engines,
+            cut_draft=kept is not None,
         )
         reporter.note(needs.summary())
         preflight.check(needs, writer.folder.parent)
         built = [
-            build_model(role, info, options, limits, writer.folder, reporter)
+            build_model(role, info, options, limits, writer.folder, reporter, kept if role == "draft" else None)
             for role, info in zip(_ROLES, infos, strict=False)
         ]
         with reporter.stage("write"):
             write_tokenizer(target, writer.folder / "tokenizer")
-            return writer.finish(_manifest(options, backend, limits, target, built, pair))
+            return writer.finish(_manifest(options, backend, limits, target, built, pair, kept))
 
 
 _ROLES: tuple[Role, ...] = ("target", "draft")
@@ -105,6 +130,31 @@ def _check_positions(role: Role, info: CheckpointInfo, max_length: int) -> None:
         )
 
 
+def _check_rounding(options: CompileOptions, infos: Sequence[CheckpointInfo]) -> None:
+    """What rounding needs of a source or of a text is there."""
+    rounding = options.scheme.rounding if options.scheme else "nearest"
+    for info in infos:
+        if rounding == "stored" and info.source.kind != "gguf":
+            raise UsageError(f"{info.source.name}: not a GGUF file, so no blocks are stored: use --rounding gptq")
+        if rounding == "gptq":
+            calibration_tokens(info, calibration_corpus(options.calibration))
+
+
+def _choose_tokens(options: CompileOptions, target: CheckpointInfo, limits: Limits, reporter: Reporter) -> KeptTokens:
+    """The tokens that the draft's head is cut to."""
+    with reporter.stage("draft vocabulary") as advance:
+        corpus = read_corpus(options.draft_corpus) if options.draft_corpus else standard_library()
+        required = required_tokens(target, limits.vocab_size)
+        kept = choose_tokens(
+            target.tokenizer, corpus, options.draft_vocab, required, limits.vocab_size, progress=advance
+        )
+    reporter.note(
+        f"the draft proposes from {kept.token_ids.size} of {limits.vocab_size} tokens: {kept.coverage:.2%} of a "
+        f"held-out part of {kept.corpus}"
+    )
+    return kept
+
+
 def _vocab_size(target: CheckpointInfo, draft: CheckpointInfo | None) -> int:
     """Ids that exist for the tokenizer and for both heads; the rest are padding rows."""
     return min(info.token_ids for info in (target, draft) if info)
@@ -117,11 +167,16 @@ def _manifest(
     target: CheckpointInfo,
     built: list[Built],
     pair: PairReport | None,
+    kept: KeptTokens | None,
 ) -> Manifest:
     shortest, longest = options.min_ngram, options.max_ngram
     draft: Draft = NgramDraft(min_ngram=shortest, max_ngram=longest)
     if len(built) == 2:
-        draft = DraftModel(model=built[1].model, min_ngram=shortest, max_ngram=longest)
+        cut = None
+        if kept is not None:
+            size = int(kept.token_ids.size)
+            cut = DraftVocabulary(path=f"draft/{TOKEN_IDS}", size=size, corpus=kept.corpus, coverage=kept.coverage)
+        draft = DraftModel(model=built[1].model, vocabulary=cut, min_ngram=shortest, max_ngram=longest)
     return Manifest(
         draftc_version=importlib.metadata.version("draftc"),
         name=options.bundle_name,

@@ -158,6 +158,11 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: GGUF metadata {key!r} {found}; convert the model again")
         return value
 
+    def stored(self, name: str) -> NDArray[np.uint8]:
+        """The rows of a matrix as they are stored, (rows, bytes of one)."""
+        tensor = self.tensors[name]
+        return np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset).reshape(tensor.shape[0], -1)
+
     def rows(self, name: str, step: int = 1) -> Iterator[tuple[slice, NDArray[np.float32]]]:
         """Yield (row slice, fp32 rows) of a tensor in order; `step` takes every step-th row only.
 

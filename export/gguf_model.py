@@ -16,6 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
@@ -30,6 +31,8 @@ __all__ = [
     "build_tokenizer",
     "load_model",
     "model_shapes",
+    "parameter_tensors",
+    "stored_rows",
     "tied_head",
 ]
 
@@ -187,7 +190,7 @@ def load_model(file: GgufFile, config: Any, progress: Callable[[int, int], None]
     with no_init_weights():  # memory that nothing writes to is not resident yet
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     model.tie_weights()
-    sources = _sources(file, config)
+    sources = parameter_tensors(file, config)
     total = sum(prod(tensor.shape) for tensor in sources.values())
     done = 0
     for name, parameter in model.named_parameters():  # a shared parameter comes once
@@ -217,7 +220,7 @@ def load_model(file: GgufFile, config: Any, progress: Callable[[int, int], None]
     return model
 
 
-def _sources(file: GgufFile, config: Any) -> dict[str, GgufTensor]:
+def parameter_tensors(file: GgufFile, config: Any) -> dict[str, GgufTensor]:
     """{parameter name: tensor}; of a tied matrix that is stored twice, the finer rounding."""
     names = gguf.get_tensor_name_map(_family(file).tensors, config.num_hidden_layers)
     places: dict[str, str] = {}
@@ -234,6 +237,15 @@ def _sources(file: GgufFile, config: Any) -> dict[str, GgufTensor]:
         tensors[EMBEDDING] = max(tensors[EMBEDDING], head, key=lambda tensor: tensor.bits)
     # A tensor without a place keeps its own name: no parameter will ask for it, and `load_model` refuses it.
     return {places.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def stored_rows(file: GgufFile, name: str, config: Any) -> NDArray[np.int64]:
+    """Which row of the tensor `name` each row of its parameter is."""
+    order = torch.arange(file.tensors[name].shape[0])
+    if _family(file).interleaved_rotary and ".attn_" in name:
+        _restore_rotary_rows(order, name, config)
+    rows: NDArray[np.int64] = order.numpy()
+    return rows
 
 
 def _restore_rotary_rows(parameter: torch.Tensor, name: str, config: Any) -> None:

@@ -12,6 +12,8 @@ from onnx_ir.passes import InPlacePass
 
 from draftc.export.attention import DecomposeAttention
 from draftc.export.fusions import FuseRMSNormalization, FuseRotaryEmbedding
+from draftc.export.group_query import FuseGroupQueryAttention
+from draftc.export.packing import PackQueryKeyValue
 from draftc.export.passes import FuseTransposedWeights
 from draftc.runtime.records import BackendName, Device
 
@@ -21,7 +23,7 @@ Passes = tuple[Callable[[], InPlacePass], ...]
 
 _TENSORRT: Passes = (FuseRMSNormalization, FuseRotaryEmbedding, DecomposeAttention)
 LOWERINGS: dict[tuple[BackendName, Device], Passes] = {
-    ("onnxruntime", "cpu"): (FuseTransposedWeights,),
+    ("onnxruntime", "cpu"): (FuseTransposedWeights, FuseGroupQueryAttention, PackQueryKeyValue, FuseRMSNormalization),
     ("onnxruntime", "cuda"): (FuseTransposedWeights, partial(DecomposeAttention, softcap_only=True)),
     ("tensorrt-rtx", "cuda"): _TENSORRT,
     ("tensorrt", "cuda"): _TENSORRT,

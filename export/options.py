@@ -20,7 +20,10 @@ class CompileOptions:
     graphs compute in, None float32; `scheme` None keeps weights in that type. `max_length` None is 2048, or the
     target's context where that is shorter. `sms` are the GPUs that TensorRT-RTX engines are built for, `batch` the
     fewest and the most rows that an engine takes. A licence that the source itself names goes before `target_license`
-    and `draft_license`. Raises UsageError for values out of range or that do not go together.
+    and `draft_license`. `draft_vocab` cuts the draft's head to so many tokens, the most frequent ones of the text files
+    `draft_corpus`, or of Python's standard library where there are none; 0 keeps all. `calibration` is the text file
+    that GPTQ sees, None Python's standard library. Raises UsageError for values out of range or that do not go
+    together.
     """
 
     target: str
@@ -32,12 +35,15 @@ class CompileOptions:
     batch: tuple[int, int] = (1, 1)
     half: Half | None = None
     scheme: QuantizationScheme | None = None
+    calibration: Path | None = None
     num_speculative_tokens: int = 4
     max_length: int | None = None
     max_width: int = 32
     prefill_chunk: int = 256
     min_ngram: int = 2
-    max_ngram: int = 4
+    max_ngram: int = 6
+    draft_vocab: int = 0
+    draft_corpus: tuple[Path, ...] = ()
     force: bool = False
     trust_remote_code: bool = False
     name: str | None = None
@@ -60,11 +66,24 @@ class CompileOptions:
             raise UsageError(f"n-grams need 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}")
         if self.prefill_chunk < 1:
             raise UsageError(f"prefill_chunk must be 1 or more, got {self.prefill_chunk}")
+        self._check_draft_vocab()
         self._check_backend()
+
+    def _check_draft_vocab(self) -> None:
+        if self.draft_vocab < 0:
+            raise UsageError(f"--draft-vocab must be 0 (all tokens) or more, got {self.draft_vocab}")
+        if self.draft_corpus and not self.draft_vocab:
+            raise UsageError("--draft-corpus says which tokens --draft-vocab keeps: give both")
+        if self.draft_vocab and self.draft == "ngram":
+            raise UsageError("--draft-vocab cuts a draft model's head, n-grams have none: leave it out")
+        if self.draft_vocab and self.engines:
+            raise UsageError(f"--draft-vocab is not offered for {self.backend} engines yet: leave it out")
 
     def _check_backend(self) -> None:
         if self.scheme is not None:
             (Dequantize if self.engines else NBits).check(self.scheme)
+        if self.calibration is not None and (self.scheme is None or self.scheme.rounding != "gptq"):
+            raise UsageError("--calibration is the text for --rounding gptq: leave it out, or round with gptq")
         fewest, most = self.batch
         if not 1 <= fewest <= most <= 64:
             raise UsageError(f"batch must be 1 to 64 rows, or a range such as 1..4, got {fewest}..{most}")

@@ -67,8 +67,10 @@ def predicted_speedup(acceptance: float, k: int, cost_ratio: float) -> float:
     return tokens / (k * cost_ratio + 1)
 
 
-def check_pair(target: CheckpointInfo, draft: CheckpointInfo, max_length: int, k: int = 4) -> PairReport:
-    """Compare tokenizers, vocabulary rows, the draft's context length and cost.
+def check_pair(
+    target: CheckpointInfo, draft: CheckpointInfo, max_length: int, k: int = 4, draft_rows: int | None = None
+) -> PairReport:
+    """Compare tokenizers, vocabulary rows, the draft's context length and cost; its head is cut to `draft_rows`.
 
     Raises PairError when a token has another id in the draft, or an id of the target has no row in the draft.
     """
@@ -78,7 +80,9 @@ def check_pair(target: CheckpointInfo, draft: CheckpointInfo, max_length: int, k
             f"the draft's logits have {draft.shape.vocab_rows} rows, the tokenizer has ids up to "
             f"{target.token_ids - 1}; choose a draft of the same family"
         )
-    ratio = draft.parameters_per_token / target.parameters_per_token
+    rows = draft.shape.vocab_rows if draft_rows is None else draft_rows
+    read = draft.parameters_per_token - (draft.shape.vocab_rows - rows) * draft.shape.hidden_size
+    ratio = read / target.parameters_per_token
     warnings = _role_warnings(target, draft)
     limit = draft.shape.max_positions
     if limit is not None and limit < max_length:
@@ -94,7 +98,7 @@ def check_pair(target: CheckpointInfo, draft: CheckpointInfo, max_length: int, k
     return PairReport(
         vocab_size=target.token_ids,
         target_rows=target.shape.vocab_rows,
-        draft_rows=draft.shape.vocab_rows,
+        draft_rows=rows,
         draft_cost_ratio=ratio,
         k=k,
         predictions=predictions,

@@ -2,10 +2,12 @@
 
 Two steps, so that a fault of the capture cannot hide behind rounding: the float graph against eager PyTorch, with a
 tolerance that only reordered float32 sums fit into; then the quantized graph against the float graph, by how much its
-predictions differ. Both run through the runtime's own engine, in the widths that the loop uses, with a rewind.
+predictions differ, over a longer text as well. Both run through the runtime's own engine, in the widths that the loop
+uses, with a rewind.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -30,7 +32,10 @@ __all__ = [
     "compare",
     "eager_logits",
     "graph_logits",
+    "held_out_tokens",
     "parity_tokens",
+    "perplexity",
+    "text_logits",
 ]
 
 # float32 sums in another order differ by about 1e-6 of the largest logit for each of some tens of layers; a wrong mask,
@@ -58,11 +63,22 @@ class Comparison:
 
 def parity_tokens(tokenizer: "PreTrainedTokenizerBase", length: int) -> Tokens:
     """The first `length` tokens of the text that ships with draftc (code, prose, numbers, other scripts), repeated."""
-    text = resources.files("draftc.export").joinpath("parity.txt").read_text("utf-8")
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    start = [tokenizer.bos_token_id] if isinstance(tokenizer.bos_token_id, int) else []
+    start, ids = _shipped_text("parity.txt", tokenizer)
     repeated = ids * (length // len(ids) + 1)
     return np.asarray((start + repeated)[:length], np.int64)
+
+
+def held_out_tokens(tokenizer: "PreTrainedTokenizerBase", length: int) -> Tokens:
+    """Up to `length` tokens of a text that ships with draftc and that no rounding was fitted to: chat, code, prose."""
+    start, ids = _shipped_text("held_out.txt", tokenizer)
+    return np.asarray((start + ids)[:length], np.int64)
+
+
+def _shipped_text(name: str, tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+    """The token that starts a text, where there is one, and the tokens of a text that ships with draftc."""
+    text = resources.files("draftc.export").joinpath(name).read_text("utf-8")
+    start = [tokenizer.bos_token_id] if isinstance(tokenizer.bos_token_id, int) else []
+    return start, list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def eager_logits(model: "PreTrainedModel", tokens: Tokens) -> LogitRows:
@@ -103,6 +119,23 @@ def graph_logits(decoder: Decoder, tokens: Tokens, k: int) -> LogitRows:
     while (left := tokens.size - len(decoder.cache)) > 0:
         run(min(left, k + 1 if left > 2 * limits.max_width else limits.max_width))
     return rows
+
+
+def text_logits(decoder: Decoder, tokens: Tokens) -> LogitRows:
+    """A graph's logits for every position of `tokens` (n,), from calls of max_width tokens."""
+    rows: LogitRows = {}
+    decoder.cache.clear()
+    for start in range(0, tokens.size, decoder.limits.max_width):
+        chunk = tokens[start : start + decoder.limits.max_width]
+        for i, row in enumerate(decoder.extend(chunk, rows=chunk.size)):
+            rows[start + i] = row.copy()
+    return rows
+
+
+def perplexity(rows: LogitRows, following: Mapping[int, int], vocab_size: int) -> float:
+    """exp of the mean of -log p(the token that comes next), over the positions of `following` {position: token}."""
+    losses = [-_log_softmax(rows[position][:vocab_size])[token] for position, token in following.items()]
+    return math.exp(math.fsum(losses) / len(losses))
 
 
 def compare(reference: LogitRows, actual: LogitRows, vocab_size: int) -> Comparison:

@@ -68,12 +68,14 @@ def estimate(
     block_size: int = 32,
     half: bool = False,
     engines: bool = False,
+    cut_draft: bool = False,
 ) -> Requirements:
     """Estimate what compiling `infos` (target first, then a draft model if there is one) needs.
 
     The float graph of each model is written before it is quantized, so it counts as temporary disk; `half` says that it
     is in fp16 or bf16, then a float32 copy for the parity gate comes and goes besides; `engines`, that the graph is
-    there while its engine is written. The embedding table and experts stay float, and a head that was tied to it is
+    there while its engine is written; `cut_draft`, that the draft's graph is written twice, the second time with a
+    smaller head. The embedding table and experts stay float, and a head that was tied to it is
     quantized as a matrix of its own. Raises UsageError for an unknown precision.
     """
     if precision not in WEIGHT_BYTES:
@@ -97,6 +99,8 @@ def estimate(
     temporary = float_bytes * largest if quantized else 0
     if half:
         temporary += FP32 * largest  # for the parity gate
+    if cut_draft:
+        temporary += float_bytes * infos[-1].parameters
     if engines:
         temporary = max(temporary, max(finished))
     return Requirements(

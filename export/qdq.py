@@ -28,6 +28,8 @@ class Dequantize:
     @staticmethod
     def check(scheme: QuantizationScheme) -> None:
         """Raise UsageError for a scheme that this form cannot express."""
+        if scheme.rounding != "nearest":
+            raise UsageError(f"--rounding {scheme.rounding} is for ONNX Runtime: use --rounding nearest")
         if not scheme.symmetric:
             raise UsageError("TensorRT's dequantization has no zero points: use --symmetric")
         if scheme.embedding:

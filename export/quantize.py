@@ -7,7 +7,7 @@ graph is rewritten here rather than by it, because its graph walk wants the whol
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -18,19 +18,24 @@ from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from draftc.export.passes import MICROSOFT, SplitGemms, constant_weight, replace_node, traced_weight
+from draftc.export.rounding import RoundedMatrix
 from draftc.runtime.errors import CaptureError, UsageError
 from draftc.runtime.graphio import INPUT_IDS, LOGITS
+from draftc.runtime.records import Rounding
 
 __all__ = ["NBits", "QuantizationScheme", "QuantizeWeights", "WeightForm", "new_initializer"]
+
+TABLE_BLOCK = 32  # inputs of an embedding table that share a scale
+TABLE_ROWS = 16384  # of it that are rounded at a time
 
 
 @dataclass(frozen=True)
 class QuantizationScheme:
-    """How weights are rounded: `bits` (4 or 8) in blocks of `block_size` inputs, round to nearest.
+    """How weights are rounded: `bits` (4 or 8) in blocks of `block_size` inputs, to nearest or by GPTQ (`gptq`).
 
     A `block_size` of 0 is one scale for each output. `format` "fp8" (E4M3) has that alone, and 8 bits. `accuracy_level`
-    4 lets the kernel quantize activations to int8 as it multiplies. `head` and `embedding` say whether the output head
-    and the embedding table (4 bits only) take part. Raises UsageError when a value is not offered.
+    4 lets the kernel quantize activations to int8 as it multiplies. `head` says whether the output head takes part,
+    `embedding` whether the embedding table is stored in 8 bits. Raises UsageError when a value is not offered.
     """
 
     bits: int
@@ -40,6 +45,7 @@ class QuantizationScheme:
     head: bool = True
     embedding: bool = False
     format: Literal["int", "fp8"] = "int"
+    rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
@@ -50,8 +56,10 @@ class QuantizationScheme:
             )
         if not 0 <= self.accuracy_level <= 4:
             raise UsageError(f"accuracy level must be 0 to 4, got {self.accuracy_level}")
-        if self.embedding and self.bits != 4:
-            raise UsageError("the embedding table can be quantized at int4 only: leave out --quantize-embedding")
+        if self.rounding == "gptq" and self.format == "fp8":
+            raise UsageError("GPTQ rounds to integers: use --rounding nearest for fp8")
+        if self.rounding == "stored" and (self.block_size, self.symmetric) != (32, True):
+            raise UsageError("stored blocks are of 32 weights without zero points: use --block-size 32 --symmetric")
 
 
 class WeightForm(Protocol):
@@ -148,11 +156,20 @@ class QuantizeWeights(InPlacePass):
 
 
 class NBits:
-    """ONNX Runtime's form: MatMulNBits(x, packed blocks, scales, zero points), and GatherBlockQuantized."""
+    """ONNX Runtime's form: MatMulNBits(x, packed blocks, scales, zero points), and GatherBlockQuantized.
 
-    def __init__(self, scheme: QuantizationScheme) -> None:
+    Weights that are in `rounded`, by name and whether they are stored as (N, K), are taken as they are there; the names
+    of the others, which are rounded to nearest, are in `nearest` afterwards.
+    """
+
+    def __init__(
+        self, scheme: QuantizationScheme, rounded: Mapping[tuple[str, bool], RoundedMatrix] | None = None
+    ) -> None:
         self.check(scheme)
         self.scheme = scheme
+        self.nearest: list[str] = []
+        self._given = rounded or {}
+        self._bits: dict[str, int] = {}  # of codes, by name: weights may have more bits than the scheme says
         self._quantizer = _onnxruntime_quantizer(scheme)
 
     @staticmethod
@@ -166,51 +183,64 @@ class NBits:
     def round(self, graph: ir.Graph, weight: ir.Value, transposed: bool) -> list[ir.Value]:
         """Packed blocks, scales, and zero points where the scheme has them."""
         assert weight.const_value is not None
-        array = weight.const_value.numpy()
-        dtype = array.dtype
-        matrix = np.ascontiguousarray(array.T if transposed else array, np.float32)  # (K, N)
-        packed, scales, zero_points = self._quantizer.qbits_block_quant(matrix)
-        name = f"{weight.name}{'_t' if transposed else ''}_q{self.scheme.bits}"
+        assert weight.name is not None
+        dtype = weight.const_value.dtype.numpy()
+        matrix = self._given.get((weight.name, transposed)) or self._round_to_nearest(weight, transposed)
+        name = f"{weight.name}{'_t' if transposed else ''}_q{matrix.bits}"
+        self._bits[name] = matrix.bits
         operands = [
-            new_initializer(graph, name, packed),
-            new_initializer(graph, f"{name}_scales", scales.astype(dtype)),  # the activations' type
+            new_initializer(graph, name, matrix.codes),
+            new_initializer(graph, f"{name}_scales", matrix.scales.astype(dtype)),  # the activations' type
         ]
-        if not self.scheme.symmetric:
-            operands.append(new_initializer(graph, f"{name}_zero_points", zero_points))
+        if matrix.zero_points is not None:
+            operands.append(new_initializer(graph, f"{name}_zero_points", matrix.zero_points))
         return operands
+
+    def _round_to_nearest(self, weight: ir.Value, transposed: bool) -> RoundedMatrix:
+        assert weight.const_value is not None
+        assert weight.name is not None
+        self.nearest.append(weight.name)
+        array = weight.const_value.numpy()
+        matrix = np.ascontiguousarray(array.T if transposed else array, np.float32)  # (K, N)
+        codes, scales, zero_points = self._quantizer.qbits_block_quant(matrix)
+        scheme = self.scheme
+        zeros = None if scheme.symmetric else zero_points
+        return RoundedMatrix(scheme.bits, scheme.block_size, matrix.shape[0], codes, scales, zeros)
 
     def product(self, graph: ir.Graph, node: ir.Node, rounded: list[ir.Value], rows: int, columns: int) -> ir.Node:
         """MatMulNBits."""
         attributes = {
             "K": rows,
             "N": columns,
-            "bits": self.scheme.bits,
+            "bits": self._bits[rounded[0].name or ""],
             "block_size": self.scheme.block_size,
             "accuracy_level": self.scheme.accuracy_level,
         }
         return ir.node("MatMulNBits", [node.inputs[0], *rounded], attributes, domain=MICROSOFT, name=node.name)
 
     def embedding(self, graph: ir.Graph, node: ir.Node) -> ir.Node:
-        """GatherBlockQuantized."""
+        """GatherBlockQuantized, of the table in 8 bits and blocks of TABLE_BLOCK, symmetric."""
         table = node.inputs[0]
         assert table is not None
         assert table.const_value is not None
         array = table.const_value.numpy()  # (V, d)
-        scheme = self.scheme
-        wide = np.ascontiguousarray(array, np.float32)
-        packed, scales, zeros = self._quantizer.quantize_ndarray(wide, 1, scheme.block_size, scheme.symmetric)
-        dtype = ir.DataType.INT4 if scheme.symmetric else ir.DataType.UINT4
-        name = f"{table.name}_gather_q4"
-        codes = ir.PackedTensor(packed, dtype, shape=ir.Shape(array.shape), name=name)
+        starts = np.arange(0, array.shape[1], TABLE_BLOCK)
+        codes = np.empty(array.shape, np.uint8)
+        scales = np.empty((len(array), starts.size), array.dtype)
+        for first in range(0, len(array), TABLE_ROWS):
+            rows = array[first : first + TABLE_ROWS].astype(np.float32)
+            largest = np.maximum.reduceat(np.abs(rows), starts, axis=1)
+            part = (np.where(largest > 0, largest, 1) / 127).astype(array.dtype)
+            steps = np.repeat(part.astype(np.float32), TABLE_BLOCK, axis=1)[:, : array.shape[1]]
+            scales[first : first + TABLE_ROWS] = part
+            codes[first : first + TABLE_ROWS] = np.clip(np.rint(rows / steps) + 128, 0, 255)
+        name = f"{table.name}_gather_q8"
         inputs = [
             new_initializer(graph, name, codes),
             node.inputs[1],
-            new_initializer(graph, f"{name}_scales", scales.astype(array.dtype)),
+            new_initializer(graph, f"{name}_scales", scales),
         ]
-        if zeros is not None:
-            points = ir.PackedTensor(zeros, dtype, shape=ir.Shape(scales.shape), name=f"{name}_zero_points")
-            inputs.append(new_initializer(graph, f"{name}_zero_points", points))
-        attributes = {"gather_axis": 0, "quantize_axis": 1, "block_size": scheme.block_size}
+        attributes = {"bits": 8, "gather_axis": 0, "quantize_axis": 1, "block_size": TABLE_BLOCK}
         return ir.node("GatherBlockQuantized", inputs, attributes, domain=MICROSOFT)
 
 

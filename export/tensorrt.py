@@ -18,8 +18,9 @@ from typing import Any, Literal
 
 import onnx_ir as ir
 
-from draftc.runtime.engine_file import MODULES, cache_folder
+from draftc.runtime.engine_file import MODULES
 from draftc.runtime.errors import BackendUnavailableError, CaptureError, ResourceError, UsageError
+from draftc.runtime.folders import cache_folder
 from draftc.runtime.graphio import PRESENT_Q, GraphSpec
 from draftc.runtime.records import Profile
 
@@ -37,7 +38,6 @@ WAYS_OUT = {
 }
 
 _MEMORY = re.compile(r"Total (Weights|Activation) Memory: (\d+) bytes")
-
 Progress = Callable[[int, int], None]
 
 

@@ -20,9 +20,9 @@ from draftc.runtime.errors import (
     SessionBusyError,
     UsageError,
 )
+from draftc.runtime.opening import open_session as open
 from draftc.runtime.request import Generation, StreamEvent
 from draftc.runtime.session import GenerationStream, Session
-from draftc.runtime.session import open_session as open
 from draftc.runtime.stats import Stats
 from draftc.runtime.warp import Sampling
 

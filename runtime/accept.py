@@ -30,11 +30,11 @@ EMPTY.flags.writeable = False
 class Proposal:
     """Proposed tokens x (k,), and for each the distribution q (V,) that it was drawn from.
 
-    `q` None means that every q_i is one-hot at x_i: the tokens were chosen, not drawn (n-grams, a greedy draft).
+    A q_i of None, and `q` None for all of them, is one-hot at x_i: it was chosen, not drawn (n-grams, a greedy draft).
     """
 
     tokens: Tokens = field(default_factory=lambda: EMPTY)
-    q: Sequence[Distribution] | None = None
+    q: Sequence[Distribution | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from draftc.runtime.adaptive import AdaptiveDrafter
 from draftc.runtime.errors import DraftcError, UsageError
+from draftc.runtime.machine import backend_version, installed_version, processor
 from draftc.runtime.prompts import PromptCase
 from draftc.runtime.reports import Progress, jsonable
 from draftc.runtime.request import Generation
@@ -30,14 +32,14 @@ WARMUP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of decoding. `k` is 0 for "plain"."""
+    """One way of decoding. `k` is 0 for "plain", and for "auto", which chooses it."""
 
     method: str
     k: int = 0
 
     @property
     def name(self) -> str:
-        """ "plain", "draft_model-k4", "ngram-k4", …"""
+        """ "plain", "auto", "draft_model-k4", "ngram-k4", …"""
         return f"{self.method}-k{self.k}" if self.k else self.method
 
 
@@ -224,7 +226,7 @@ def bench(
 
 
 def _modes(session: Session, ks: Sequence[int], methods: Sequence[str] | None) -> list[Mode]:
-    """Plain first, then every method at every K."""
+    """Plain first, then the drafter that chooses K, then every other method at every K."""
     methods = list(session.drafters) if methods is None else list(dict.fromkeys(methods))
     known = [*session.drafters]
     for method in methods:
@@ -236,7 +238,9 @@ def _modes(session: Session, ks: Sequence[int], methods: Sequence[str] | None) -
     for k in ks:
         if not 1 <= k <= most:
             raise UsageError(f"K must be 1 to {most} for this bundle, got {k}")
-    return [Mode("plain"), *(Mode(method, k) for method in methods for k in dict.fromkeys(ks))]
+    fixed = [Mode(method, k) for method in methods if method != AdaptiveDrafter.method for k in dict.fromkeys(ks)]
+    adaptive = [Mode(method) for method in methods if method == AdaptiveDrafter.method]
+    return [Mode("plain"), *adaptive, *fixed]
 
 
 def _encode(session: Session, case: PromptCase, max_new_tokens: int, seed: int) -> list[int]:
@@ -329,37 +333,16 @@ def _ratio(a: float, b: float) -> float:
 
 def _machine(session: Session, threads: int | None) -> Machine:
     backend = session.manifest.backend.name
-    packages = ("onnxruntime", "onnxruntime-gpu") if backend == "onnxruntime" else (backend,)
     return Machine(
         platform=platform.platform(),
-        processor=_processor(),
+        processor=processor(),
         cpu_count=os.cpu_count() or 1,
         threads=threads,
-        backend=f"{backend} {_version(*packages)}",
+        backend=backend_version(backend),
         devices={role: graph.device for role, graph in session.options.items()},
         cuda_graph=any(graph.cuda_graph and graph.kind != "cpu" for graph in session.options.values()),
         captured_graphs=session.loops.captured if session.loops is not None else 0,
         python=platform.python_version(),
         numpy=importlib.metadata.version("numpy"),
-        onnxruntime=_version("onnxruntime", "onnxruntime-gpu"),
+        onnxruntime=installed_version("onnxruntime", "onnxruntime-gpu"),
     )
-
-
-def _version(*distributions: str) -> str:
-    """The version of the first of `distributions` that is installed."""
-    for distribution in distributions:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "not installed"
-
-
-def _processor() -> str:
-    """The processor's name; Linux tells it in /proc alone."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()

@@ -106,7 +106,7 @@ class _Run:
         self.graphs = graphs
         self.variances = variances
         self.text = text
-        default = session.manifest.draft.method
+        default = session.default_method
         self.method = default if default in session.drafters else next(iter(session.drafters))
         self.cases: list[BoundsCase] = []
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftc.runtime.accept import Proposal
+from draftc.runtime.accept import Proposal, one_hot
 from draftc.runtime.check_numerics import Difference, difference, rows_of
 from draftc.runtime.decoder import Decoder
 from draftc.runtime.drafter import Drafter
@@ -179,7 +179,8 @@ class DrawSeries:
             self.impossible += int(one.p[one.token] == 0)
         for proposal in draw.proposals:
             for x, q in zip(proposal.tokens.tolist(), proposal.q or (), strict=False):
-                self.proposal.add(x == int(q.argmax()), float(q.max()))
+                if q is not None:  # else it was not drawn
+                    self.proposal.add(x == int(q.argmax()), float(q.max()))
 
 
 class DeviceDrawSeries(DrawSeries):
@@ -282,6 +283,9 @@ class _ProposalTap:
     def decoders(self) -> Sequence[Decoder]:
         return self._drafter.decoders
 
+    def begin(self, room: int) -> None:
+        self._drafter.begin(room)
+
     def propose(self, text: Tokens, k: int, sampler: Sampler) -> Proposal:
         self.last = self._drafter.propose(text, k, sampler)
         return self.last
@@ -290,8 +294,5 @@ class _ProposalTap:
         """The distribution (V,) of proposal i: one-hot where it was chosen, None where there is none."""
         if i >= self.last.tokens.size:
             return None
-        if self.last.q is not None:
-            return self.last.q[i]
-        q = np.zeros(size)
-        q[self.last.tokens[i]] = 1.0
-        return q
+        q = None if self.last.q is None else self.last.q[i]
+        return one_hot(int(self.last.tokens[i]), size) if q is None else q

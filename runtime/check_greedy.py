@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from draftc.runtime.adaptive import AdaptiveDrafter
 from draftc.runtime.check_numerics import WidthVariance, rows_of
 from draftc.runtime.decoder import Decoder
 from draftc.runtime.engine import Logits, Tokens
@@ -129,7 +130,7 @@ def check_greedy(
     """Every drafter at K = 1, the default and a larger one against plain decoding. `prompts` are token ids by id."""
     limits = session.target.limits
     count = min(NEW_TOKENS, limits.max_length // 2)
-    modes = [(method, k) for method in session.drafters for k in _speculation_depths(session)]
+    modes = [(method, k) for method in session.drafters for k in _speculation_depths(session, method)]
     runs: dict[tuple[str, int], list[_Run]] = {mode: [] for mode in modes}
     for done, (name, ids) in enumerate(prompts.items()):
         prompt = list(ids)[-(limits.max_length - count) :]
@@ -161,8 +162,10 @@ def greedy(session: Session, prompt: Sequence[int], method: str, k: int | None, 
     )
 
 
-def _speculation_depths(session: Session) -> list[int]:
-    """K = 1, the bundle's default, and about twice that."""
+def _speculation_depths(session: Session, method: str) -> list[int]:
+    """K = 1, the bundle's default, and about twice that; of a drafter that chooses K, the most."""
+    if method == AdaptiveDrafter.method:
+        return [session.max_speculative_tokens]
     default, most = session.manifest.num_speculative_tokens, session.max_speculative_tokens
     return sorted({1, default, min(most, max(2 * default, 7))})
 

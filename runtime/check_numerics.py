@@ -82,7 +82,8 @@ def graphs(session: Session) -> list[Graph]:
     found = [Graph("target", session.target, _ceiling(models["target"]))]
     for method, drafter in session.drafters.items():
         ceiling = _ceiling(models.get("draft.model", models["target"]))
-        found += [Graph(method, decoder, ceiling) for decoder in drafter.decoders]
+        known = [graph.decoder for graph in found]  # two drafters may share one
+        found += [Graph(method, decoder, ceiling) for decoder in drafter.decoders if decoder not in known]
     return found
 
 

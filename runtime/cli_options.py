@@ -39,6 +39,7 @@ __all__ = [
     "Threads",
     "TopK",
     "TopP",
+    "Tune",
     "given",
     "help_text",
     "method_of",
@@ -112,7 +113,7 @@ SpeculativeTokens = Annotated[
     typer.Option(
         "--num-speculative-tokens",
         "-k",
-        help="K, tokens proposed per verification. Default: the bundle's.",
+        help="K, tokens proposed per verification; with auto at most so many. Default: auto's choice.",
         rich_help_panel=SPECULATION,
     ),
 ]
@@ -120,8 +121,8 @@ Method = Annotated[
     str | None,
     typer.Option(
         "--method",
-        metavar="draft_model|ngram",
-        help="Where proposals come from. Default: the bundle's.",
+        metavar="auto|draft_model|ngram",
+        help="Where proposals come from. Default: auto, by measured costs; the bundle's with --no-tune.",
         rich_help_panel=SPECULATION,
     ),
 ]
@@ -175,6 +176,16 @@ CheckHashes = Annotated[
     ),
 ]
 
+Tune = Annotated[
+    bool,
+    typer.Option(
+        "--tune/--no-tune",
+        help="Measure what calls cost, where that is not known of this machine yet (see `draftc tune`). Without a "
+        "profile, the bundle's own method and K are used.",
+        rich_help_panel=ENGINE,
+    ),
+]
+
 
 class Opening(TypedDict):
     """Arguments of `draftc.runtime.open` behind the folder."""
@@ -186,6 +197,7 @@ class Opening(TypedDict):
     cuda_graph: bool
     provider_options: dict[str, str]
     check_hashes: bool
+    tune: bool
 
 
 def opening(
@@ -196,6 +208,7 @@ def opening(
     cuda_graph: bool,
     provider_options: list[str] | None,
     check_hashes: bool,
+    tune: bool,
 ) -> Opening:
     """What the options of this panel mean to `draftc.runtime.open`. Raises UsageError for one that is not KEY=VALUE."""
     pairs: dict[str, str] = {}
@@ -212,6 +225,7 @@ def opening(
         "cuda_graph": cuda_graph,
         "provider_options": pairs,
         "check_hashes": check_hashes,
+        "tune": tune,
     }
 
 

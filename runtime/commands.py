@@ -10,11 +10,7 @@ from typing import Annotated
 
 import typer
 
-import draftc.runtime as draftc
-from draftc.runtime import bench as benchmark
 from draftc.runtime import cli_options as cli
-from draftc.runtime import selfcheck
-from draftc.runtime.bench_tables import render
 from draftc.runtime.bundle import open_bundle
 from draftc.runtime.chat import Chat
 from draftc.runtime.console import (
@@ -23,26 +19,23 @@ from draftc.runtime.console import (
     generation_record,
     legend,
     note,
+    opened,
     print_json,
-    print_report,
-    progress,
     stats_line,
-    to_json,
 )
 from draftc.runtime.errors import UsageError
 from draftc.runtime.inspection import bundle_record, print_bundle
-from draftc.runtime.prompts import builtin_prompts, load_prompts
+from draftc.runtime.measure_commands import bench, tune, verify
 from draftc.runtime.session import Prompt
 
-__all__ = ["bench", "chat", "inspect", "register", "run", "verify"]
+__all__ = ["chat", "inspect", "register", "run"]
 
-EXIT_FAULT = 1
 EXIT_INTERRUPTED = 130
 
 
 def register(app: typer.Typer) -> None:
     """Add the runtime's subcommands to `app`."""
-    for command in (run, chat, verify, bench, inspect):
+    for command in (run, chat, verify, bench, tune, inspect):
         text = cli.help_text(command.__doc__ or "")
         app.command(command.__name__, help=text, short_help=text.partition(".")[0] + ".")(command)
 
@@ -85,6 +78,7 @@ def run(
     cuda_graph: cli.CudaGraph = True,
     provider_options: cli.ProviderOptions = None,
     check_hashes: cli.CheckHashes = True,
+    tune: cli.Tune = True,
 ) -> None:
     """Generate text from a prompt. The text goes to stdout as it is made, figures go to stderr.
 
@@ -119,8 +113,10 @@ def run(
     )
     request = _request(_prompt_text(prompt, prompt_file), chat, system)
     writer = None if json else AnswerWriter(show_drafts)
-    opening = cli.opening(device, target_device, draft_device, threads, cuda_graph, provider_options, check_hashes)
-    with draftc.open(out, **opening) as session:
+    opening = cli.opening(
+        device, target_device, draft_device, threads, cuda_graph, provider_options, check_hashes, tune
+    )
+    with opened(out, **opening) as session:
         with session.stream(request, **options) as stream:
             if writer and show_drafts:
                 legend(writer.coloured)
@@ -159,6 +155,7 @@ def chat(
     cuda_graph: cli.CudaGraph = True,
     provider_options: cli.ProviderOptions = None,
     check_hashes: cli.CheckHashes = True,
+    tune: cli.Tune = True,
 ) -> None:
     """Talk with the model. Each turn prefills only what is new, since the KV cache of the conversation is kept.
 
@@ -185,120 +182,14 @@ def chat(
         num_speculative_tokens=k,
         method=cli.method_of(method, plain, k),
     )
-    opening = cli.opening(device, target_device, draft_device, threads, cuda_graph, provider_options, check_hashes)
-    with draftc.open(out, **opening) as session:
+    opening = cli.opening(
+        device, target_device, draft_device, threads, cuda_graph, provider_options, check_hashes, tune
+    )
+    with opened(out, **opening) as session:
         conversation = Chat(session, options, system, show_drafts, stats)
         if show_drafts:
             legend(AnswerWriter().coloured)
         conversation.run()
-
-
-def verify(
-    out: cli.BundleFolder,
-    prompts: cli.Prompts = None,
-    budget: Annotated[
-        float,
-        typer.Option(
-            "--budget",
-            help="Seconds for the draws of the sampling test (60 draws per case are made whatever they take).",
-        ),
-    ] = 60.0,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No report, no progress: the exit code tells.")] = False,
-    device: cli.Device = None,
-    target_device: cli.TargetDevice = None,
-    draft_device: cli.DraftDevice = None,
-    threads: cli.Threads = None,
-    cuda_graph: cli.CudaGraph = True,
-    provider_options: cli.ProviderOptions = None,
-    check_hashes: cli.CheckHashes = True,
-) -> None:
-    """Check on this machine that speculation loses nothing. Exits with 1 where it does.
-
-    Greedy texts are compared with plain decoding, and every difference is called a near tie or a fault; sampled tokens
-    are tested against the target's exact distribution; caches are rewound and compared with recomputation; prompts of
-    awkward lengths are run.
-
-    Examples:
-      draftc verify out
-      draftc verify out --budget 300 --json > report.json
-    """
-    opening = cli.opening(device, target_device, draft_device, threads, cuda_graph, provider_options, check_hashes)
-    with draftc.open(out, **opening) as session, progress(quiet) as on_progress:
-        cases = builtin_prompts(session) if prompts is None else load_prompts(prompts)
-        report = selfcheck.verify(session, prompts=cases, budget_s=budget, seed=seed, on_progress=on_progress)
-    if json:
-        print_json(report.to_dict())
-    elif not quiet:
-        print_report(selfcheck.render(report))
-    if not report.passed:
-        raise typer.Exit(EXIT_FAULT)
-
-
-def bench(
-    out: cli.BundleFolder,
-    prompts: cli.Prompts = None,
-    k: Annotated[str | None, typer.Option("-k", metavar="K,K,…", help="Values of K. Default: the bundle's.")] = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--method", metavar="draft_model|ngram", help="May be given several times. Default: all of the bundle's."
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens per prompt.")] = 128,
-    repeats: Annotated[int, typer.Option("--repeats", help="Rounds; each figure of a prompt is their median.")] = 3,
-    ignore_eos: cli.IgnoreEos = False,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option("--top-k", help="0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option("--top-p", help="1 is off.")] = 1.0,
-    min_p: Annotated[float, typer.Option("--min-p", help="0 is off.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of every sampled answer.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json-file", metavar="FILE", help="Write the JSON here, beside the table.")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
-    device: cli.Device = None,
-    target_device: cli.TargetDevice = None,
-    draft_device: cli.DraftDevice = None,
-    threads: cli.Threads = None,
-    cuda_graph: cli.CudaGraph = True,
-    provider_options: cli.ProviderOptions = None,
-    check_hashes: cli.CheckHashes = True,
-) -> None:
-    """Measure speculative against plain decoding. Both run in turns, in one process, on the same prompts.
-
-    The JSON has one record per prompt and mode, so that other ratios can be computed from it.
-
-    Examples:
-      draftc bench out
-      draftc bench out --prompts humaneval.jsonl -k 3,4 --method draft_model -n 256 --json-file bench.json
-    """
-    if json_file is not None:
-        _check_writable(json_file)
-    sampling = draftc.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    opening = cli.opening(device, target_device, draft_device, threads, cuda_graph, provider_options, check_hashes)
-    with draftc.open(out, **opening) as session, progress(quiet) as on_progress:
-        report = benchmark.bench(
-            session,
-            prompts=builtin_prompts(session) if prompts is None else load_prompts(prompts),
-            ks=[session.manifest.num_speculative_tokens] if k is None else _numbers(k),
-            methods=method or None,
-            max_new_tokens=max_new_tokens,
-            repeats=repeats,
-            sampling=sampling,
-            seed=seed,
-            ignore_eos=ignore_eos,
-            threads=threads,
-            on_progress=on_progress,
-        )
-    if json:
-        print_json(report.to_dict())
-    else:
-        print_report(render(report))
-    if json_file is not None:  # last: if the disk is full by now, the figures are on the screen
-        json_file.write_text(to_json(report.to_dict()), encoding="utf-8")
 
 
 def inspect(
@@ -344,21 +235,3 @@ def _request(prompt: str, chat: bool | None, system: str | None) -> Prompt:
         return prompt
     messages = [{"role": "system", "content": system}] if system is not None else []
     return [*messages, {"role": "user", "content": prompt}]
-
-
-def _check_writable(file: Path) -> None:
-    """Raise UsageError unless `file` can be written; what it holds, or that it is not there, stays as it is."""
-    existed = file.exists() or file.is_symlink()
-    try:
-        file.open("a", encoding="utf-8").close()
-    except OSError as error:
-        raise UsageError(f"--json-file {file}: {error.strerror}: name a file that can be written") from error
-    if not existed:
-        file.unlink()
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise UsageError(f"-k takes whole numbers with commas between them, such as 3,4, got {text!r}") from None

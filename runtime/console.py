@@ -7,17 +7,19 @@ import signal
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+import draftc.runtime as draftc
 from draftc.runtime.reports import jsonable
 from draftc.runtime.request import Generation, StreamEvent, TokenKind
-from draftc.runtime.session import GenerationStream
+from draftc.runtime.session import GenerationStream, Session
 from draftc.runtime.stats import Stats
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "generation_record",
     "legend",
     "note",
+    "opened",
     "print_json",
     "print_report",
     "printable",
@@ -163,9 +166,25 @@ def progress(quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
     console = Console(stderr=True, highlight=False)
     columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     shown = console.is_terminal and not quiet
-    with Progress(*columns, console=console, disable=not shown, transient=True) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda what, done: bar.update(task, description=printable(what), completed=done)
+    bar = Progress(*columns, console=console, transient=True)
+    with ExitStack() as started:
+
+        def report(what: str, done: float) -> None:
+            if not bar.tasks:  # only now: a bar that shows nothing would still take hold of the terminal
+                bar.add_task("", total=1.0)
+                started.enter_context(bar)
+            bar.update(bar.task_ids[0], description=printable(what), completed=done)
+
+        yield report if shown else lambda what, done: None
+
+
+@contextmanager
+def opened(out: Path, quiet: bool = False, **opening: Any) -> Iterator[Session]:
+    """An open bundle, with a progress bar while its costs are measured for the first time."""
+    with progress(quiet) as on_progress:
+        session = draftc.open(out, on_progress=on_progress, **opening)
+    with session:
+        yield session
 
 
 def print_report(report: RenderableType) -> None:

@@ -7,12 +7,15 @@ import numpy as np
 
 from draftc.runtime.accept import Proposal
 from draftc.runtime.decoder import Decoder
-from draftc.runtime.engine import Tokens
+from draftc.runtime.engine import Logits, Tokens
 from draftc.runtime.errors import UsageError
+from draftc.runtime.kvcache import common_prefix
+from draftc.runtime.ngrams import NgramIndex
 from draftc.runtime.sampler import NoTokenAllowedError, Sampler
+from draftc.runtime.vocabulary import CutVocabulary
 from draftc.runtime.warp import Distribution
 
-__all__ = ["Drafter", "ModelDrafter", "NgramDrafter"]
+__all__ = ["DraftRule", "Drafter", "ModelDrafter", "NgramDrafter", "confidence"]
 
 
 class Drafter(Protocol):
@@ -30,43 +33,100 @@ class Drafter(Protocol):
         as it was found.
         """
 
+    def begin(self, room: int) -> None:
+        """A new request, whose text has room for `room` more tokens.
+
+        What was learnt in earlier ones is forgotten, so that the same request gives the same text.
+        """
+
     @property
     def decoders(self) -> Sequence[Decoder]:
         """The graphs that it runs, so that the session can time, reset and close them."""
 
 
+class DraftRule(Protocol):
+    """Says how far a draft model goes. Asked before a token is drawn, so never about the draw; see Drafter.propose."""
+
+    def proposes(self, confidence: float) -> bool:
+        """Whether to draw and propose a token from the q_i whose logits have a softmax of at most `confidence`."""
+
+    def goes_on(self) -> bool:
+        """Whether to run the model for one token more."""
+
+
 class ModelDrafter:
-    """A small language model drafts autoregressively, warped exactly as the target is ("draft_model")."""
+    """A small language model drafts autoregressively, warped exactly as the target is ("draft_model").
+
+    `vocabulary` says which tokens the columns of its logits are, where they are not all tokens in order. `window`: of a
+    text that is new to it, it reads no more than so many tokens at the end (None: all), and from then on what follows.
+    A draft that saw less proposes worse, and may be there sooner; the target decides either way.
+    """
 
     method = "draft_model"
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, vocabulary: CutVocabulary | None = None, window: int | None = None) -> None:
         self.decoder = decoder
+        self.vocabulary = vocabulary
+        self.window = window
+        self.start = 0  # of what it reads, in the text
 
-    def propose(self, text: Tokens, k: int, sampler: Sampler) -> Proposal:
-        """`k` tokens of the draft model: its argmax when greedy, else draws with their q. See Drafter.propose."""
+    def begin(self, room: int) -> None:
+        """Nothing: it learns nothing."""
+
+    def lag(self, text: Tokens) -> int:
+        """How many tokens of `text` (n,) a proposal runs first, at least 1; 0 where the text is too long for it."""
+        self._place(text)
+        seen = text[self.start :]
+        if seen.size >= self.decoder.limits.max_length:
+            return 0
+        return seen.size - min(common_prefix(self.decoder.cache.tokens, seen), seen.size - 1)
+
+    def _place(self, text: Tokens) -> None:
+        """Choose where in `text` (n,) to begin: as before, unless it is another text or too much of it would be new."""
+        if self.window is None:
+            return
+        seen = text[self.start :]
+        known = common_prefix(self.decoder.cache.tokens, seen)
+        if known == 0 or seen.size - known > self.window or seen.size >= self.decoder.limits.max_length:
+            self.start = max(0, text.size - self.window)
+
+    def propose(self, text: Tokens, k: int, sampler: Sampler, rule: DraftRule | None = None) -> Proposal:
+        """`k` tokens of the draft model: its argmax when greedy, else draws with their q. See Drafter.propose.
+
+        `rule` may end the proposal earlier.
+        """
+        self._place(text)
+        text = text[self.start :]
         # The text may outgrow a draft with a shorter context; then there is nothing to propose.
         k = min(k, self.decoder.limits.max_length - text.size)
         if k <= 0:
             return Proposal()
-        tokens = np.empty(k, np.int64)
+        tokens: list[int] = []
         q: list[Distribution] = []
         pending = self.decoder.sync(text)
-        for i in range(k):
-            row = self.decoder.extend(pending, rows=1)[0]  # (V,)
-            try:
-                if sampler.greedy:
-                    tokens[i] = sampler.argmax(row)
-                else:
-                    q.append(sampler.distribution(row))
-                    tokens[i] = sampler.draw(q[i])
-            except NoTokenAllowedError:  # the proposal has gone past where the request's mask ends the text
-                k = i
+        while len(tokens) < k:
+            row = self.decoder.extend(pending, rows=1)[0]  # (V,), or (N,) of a cut head
+            if rule is not None and not rule.proposes(confidence(row)):
                 break
-            sampler.push(int(tokens[i]))
-            pending = tokens[i : i + 1]
-        sampler.pop(k)
-        return Proposal(tokens[:k], q or None)
+            try:
+                token = self._choose(row, sampler, q)
+            except NoTokenAllowedError:  # the proposal has gone past where the request's mask ends the text
+                break
+            tokens.append(token)
+            sampler.push(token)
+            if rule is not None and not rule.goes_on():
+                break
+            pending = np.array([token])
+        sampler.pop(len(tokens))
+        return Proposal(np.array(tokens, np.int64), q or None)
+
+    def _choose(self, row: Logits, sampler: Sampler, q: list[Distribution]) -> int:
+        """The next token for a row of logits; where it is drawn, its distribution (V,) is added to `q`."""
+        if sampler.greedy:
+            return self.vocabulary.argmax(row, sampler) if self.vocabulary else sampler.argmax(row)
+        drawn_from = self.vocabulary.distribution(row, sampler) if self.vocabulary else sampler.distribution(row)
+        q.append(drawn_from)
+        return sampler.draw(drawn_from)
 
     @property
     def decoders(self) -> Sequence[Decoder]:
@@ -83,33 +143,28 @@ class NgramDrafter:
 
     method = "ngram"
 
-    def __init__(self, min_ngram: int = 2, max_ngram: int = 4) -> None:
+    def __init__(self, min_ngram: int = 2, max_ngram: int = 6) -> None:
         if not 1 <= min_ngram <= max_ngram:
             raise UsageError(f"n-grams need 1 <= min_ngram <= max_ngram, got {min_ngram} and {max_ngram}")
-        self.min_ngram = min_ngram
-        self.max_ngram = max_ngram
+        self._index = NgramIndex(min_ngram, max_ngram)
+
+    def begin(self, room: int) -> None:
+        """Nothing: an index of another text is seen to be one."""
 
     def propose(self, text: Tokens, k: int, sampler: Sampler) -> Proposal:
         """`k` copied tokens, or none where no suffix occurs earlier. See Drafter.propose."""
-        match = self.latest_match(text) if k > 0 else None
-        if match is None:
+        if k <= 0:
             return Proposal()
-        period = text.size - match
-        return Proposal(text[match + np.arange(k) % period])
-
-    def latest_match(self, text: Tokens) -> int | None:
-        """Where the continuation of the longest, then latest, earlier occurrence of the suffix begins; None if none."""
-        ends = np.arange(self.min_ngram - 1, text.size - 1)  # index of the last token of each earlier n-gram
-        best: int | None = None
-        for n in range(1, self.max_ngram + 1):
-            ends = ends[(ends >= n - 1) & (text[ends - (n - 1)] == text[text.size - n])]
-            if ends.size == 0:
-                break
-            if n >= self.min_ngram:
-                best = int(ends[-1]) + 1
-        return best
+        self._index.extend(text)
+        match = self._index.match()
+        return Proposal() if match is None else Proposal(np.array(self._index.copy(match[0], k), np.int64))
 
     @property
     def decoders(self) -> Sequence[Decoder]:
         """None: nothing is run."""
         return ()
+
+
+def confidence(row: Logits) -> float:
+    """The largest of softmax(row), for logits (V,): how sure a draft is of its likeliest token at temperature 1."""
+    return float(1 / np.exp(row - row.max()).sum(dtype=np.float32))

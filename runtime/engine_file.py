@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from draftc.runtime.errors import BackendUnavailableError, BundleError, BundleVersionError, EngineError, ResourceError
+from draftc.runtime.folders import cache_folder
 from draftc.runtime.graphio import INPUT_IDS, LOGIT_POSITIONS, PAST_Q, PRESENT_Q, PROPOSAL, GraphSpec
 from draftc.runtime.memory import format_bytes
 from draftc.runtime.records import Backend, EngineInfo
 
-__all__ = ["MODULES", "EngineFile", "KernelCache", "cache_folder", "load_tensorrt"]
+__all__ = ["MODULES", "EngineFile", "KernelCache", "load_tensorrt"]
 
 MODULES = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}  # backend, which is also the extra → import name
 DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64"}
@@ -228,13 +229,6 @@ def _replacing(path: Path) -> Iterator[Path]:
         os.replace(part, path)
     finally:
         Path(part).unlink(missing_ok=True)
-
-
-def cache_folder() -> Path:
-    """Where draftc keeps what TensorRT found out about this machine's GPUs; it may not exist yet."""
-    named = os.environ.get("LOCALAPPDATA") if os.name == "nt" else os.environ.get("XDG_CACHE_HOME")
-    base = Path(named) if named else Path(os.path.expanduser("~/.cache"))  # Path.home raises where there is no home
-    return base / "draftc"
 
 
 def _make_logger(trt: Any) -> Any:

@@ -19,7 +19,7 @@ verify tail    accepts, draws the token after the accepted ones, and says where 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 __all__ = [
@@ -177,6 +177,14 @@ class GraphSpec:
                 TensorSpec(NEXT_DRAFT_INDEX, "int64", ("B",)),
             ]
         return GraphSpec((*self.inputs, *sampling, *inputs), (*self.outputs, *outputs))
+
+    def with_vocab_rows(self, rows: int) -> "GraphSpec":
+        """This spec with a head of `rows` rows."""
+        outputs = (
+            replace(tensor, shape=(*tensor.shape[:-1], rows)) if tensor.name == LOGITS else tensor
+            for tensor in self.outputs
+        )
+        return GraphSpec(self.inputs, tuple(outputs))
 
     @property
     def tail(self) -> Tail | None:

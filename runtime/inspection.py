@@ -12,9 +12,9 @@ from rich.text import Text
 
 from draftc.runtime.console import printable
 from draftc.runtime.graphio import GraphSpec, TensorSpec
-from draftc.runtime.manifest import Manifest, Model, NgramDraft
+from draftc.runtime.manifest import Manifest, Model, NgramDraft, ParityReport
 
-__all__ = ["bundle_record", "human_bytes", "print_bundle", "tensor_rows"]
+__all__ = ["bundle_record", "human_bytes", "perplexity_of", "print_bundle", "tensor_rows"]
 
 NONE = "none"
 
@@ -109,7 +109,10 @@ def _drafting(manifest: Manifest) -> str:
     k = f"K = {manifest.num_speculative_tokens}"
     if isinstance(draft, NgramDraft):
         return f"n-grams of {draft.min_ngram} to {draft.max_ngram} tokens, {k}"
-    return f"draft model, {k}"
+    if draft.vocabulary is None:
+        return f"draft model, {k}"
+    cut = draft.vocabulary
+    return f"draft model, {k}; proposes from {cut.size} tokens, {cut.coverage:.1%} of {cut.corpus}"
 
 
 def _models(manifest: Manifest) -> Table:
@@ -133,7 +136,9 @@ def _model(model: Model) -> list[tuple[str, str]]:
         kind = "E4M3 floats" if quantization.format == "fp8" else f"{quantization.bits} bits"
         blocks = f"blocks of {quantization.block_size}" if quantization.block_size else "one scale per output"
         level = f", accuracy level {quantization.accuracy_level}" if model.engine is None else ""
-        weights = f"{kind}, {blocks}, {symmetry}{level}; {quantization.quantized_matmuls} MatMuls"
+        how = {"nearest": "rounded to nearest", "gptq": "GPTQ", "stored": "as stored"}[quantization.rounding]
+        seen = f" on {quantization.calibration}" if quantization.calibration else ""
+        weights = f"{kind}, {blocks}, {symmetry}{level}; {how}{seen}; {quantization.quantized_matmuls} MatMuls"
         left = _some(quantization.float_matmuls)
     return [
         ("architecture", model.architecture),
@@ -217,14 +222,21 @@ def _tensors(spec: GraphSpec) -> Table:
 def _parity(manifest: Manifest) -> RenderableType:
     if not manifest.parity:
         return Text("not recorded")
-    table = _table("graph", "stage", "layers", "tokens", "max |Δlogit|", "allowed", "KL", "greedy")
+    table = _table("graph", "stage", "layers", "tokens", "max |Δlogit|", "allowed", "KL", "greedy", "perplexity")
     for report in manifest.parity:
         what = "Δ" if report.stage == "capture" else "KL"
         allowed = f"{what} ≤ {report.tolerance:.2g}" if report.tolerance else "-"
         differences = (f"{report.max_abs_diff:.2g}", allowed, f"{report.kl:.2g}")
         where = (report.graph, report.stage, str(report.layers), str(report.tokens))
-        table.add_row(*where, *differences, f"{report.greedy_agreement:.1%}")
+        table.add_row(*where, *differences, f"{report.greedy_agreement:.1%}", perplexity_of(report) or NONE)
     return table
+
+
+def perplexity_of(report: ParityReport) -> str:
+    """The graph's and its reference's perplexity, or nothing where it was not measured."""
+    if report.perplexity is None or report.reference_perplexity is None:
+        return ""
+    return f"{report.perplexity:.2f} (float: {report.reference_perplexity:.2f})"
 
 
 def _pair(manifest: Manifest) -> list[tuple[str, str]]:

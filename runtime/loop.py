@@ -83,6 +83,8 @@ class Loop:
         self.emit = emit
         self.stats = stats
         self.logprobs = logprobs
+        if drafter is not None:
+            drafter.begin(text.capacity - len(text))
 
     def step(self, k: int) -> Step:
         """Propose up to `k` tokens, verify them in one target call, emit between 1 and k+1."""

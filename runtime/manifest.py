@@ -21,6 +21,7 @@ from draftc.runtime.records import (
     Backend,
     Draft,
     DraftModel,
+    DraftVocabulary,
     EngineInfo,
     FileEntry,
     Model,
@@ -46,6 +47,7 @@ __all__ = [
     "Backend",
     "Draft",
     "DraftModel",
+    "DraftVocabulary",
     "EngineInfo",
     "FileEntry",
     "Manifest",
@@ -134,17 +136,25 @@ class Manifest:
                 rule = f"of max_width ({width}) slots and vocab_size ({self.vocab_size})"
                 fits = (slots, vocabulary) == (width, self.vocab_size)
                 need(fits, f"{where}.spec tail", rule, f"{slots} and {vocabulary}")
+            cut = self.draft.vocabulary is not None and where == "draft.model"
             rows = model.spec.vocab_rows
-            need(
-                self.vocab_size <= rows,
-                "vocab_size",
-                f"at most {rows}, the rows of the {where.split('.')[0]}'s head",
-                self.vocab_size,
-            )
-
+            rule = f"at most {rows}, the rows of the {where.split('.')[0]}'s head"
+            need(cut or self.vocab_size <= rows, "vocab_size", rule, self.vocab_size)
+        self._check_cut()
         shapes = {model.spec.q_shape for _, model in self.models}
         if len(shapes) > 1:
             raise UsageError(f"draft.model.spec: its tail must be of the target's slots and vocabulary, got {shapes}")
+
+    def _check_cut(self) -> None:
+        """The draft's cut vocabulary, where it has one."""
+        cut, model = self.draft.vocabulary, self.draft.model
+        if cut is None or model is None:
+            return
+        where, rows = "draft.vocabulary", model.spec.vocab_rows
+        need(self.backend.name == "onnxruntime", where, f"absent for backend {self.backend.name}", "a cut vocabulary")
+        need(cut.path.startswith("draft/"), f"{where}.path", "in draft/", cut.path)
+        need(cut.size == rows, f"{where}.size", f"the rows of the draft's head ({rows})", cut.size)
+        need(cut.size <= self.vocab_size, f"{where}.size", f"at most vocab_size ({self.vocab_size})", cut.size)
 
     @property
     def buffer_length(self) -> int:
@@ -179,6 +189,8 @@ def _check_files(manifest: Manifest) -> None:
         listed.add(entry.path)
     needed = [(f"{where}.graph", model.graph) for where, model in manifest.models]
     needed += [(f"{where}.engine.log", model.engine.log) for where, model in manifest.models if model.engine]
+    if manifest.draft.vocabulary is not None:
+        needed.append(("draft.vocabulary.path", manifest.draft.vocabulary.path))
     for field, path in [*needed, ("tokenizer.path", f"{manifest.tokenizer.path}/tokenizer.json")]:
         if path not in listed:
             raise UsageError(f"{field}: {show(path)} is not listed in files")

@@ -22,6 +22,7 @@ __all__ = [
     "Device",
     "Draft",
     "DraftModel",
+    "DraftVocabulary",
     "EngineInfo",
     "FileEntry",
     "Model",
@@ -32,6 +33,7 @@ __all__ = [
     "Profile",
     "Quantization",
     "Range",
+    "Rounding",
     "Source",
     "TokenizerInfo",
 ]
@@ -45,6 +47,7 @@ INT64_MAX = 2**63 - 1  # bound of byte and parameter counts
 BackendName = Literal["onnxruntime", "tensorrt-rtx", "tensorrt"]
 Device = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
+Rounding = Literal["nearest", "gptq", "stored"]
 
 _ACCEPTANCE = re.compile(r"0(\.[0-9]+)?|1(\.0+)?")
 
@@ -98,6 +101,8 @@ class Quantization:
     """Weight-only: how many MatMuls have it, and the names of those left in float.
 
     `block_size` inputs share one scale; 0 is one scale for each output. `format` is of the codes: integers, or E4M3.
+    `rounding` is how they were chosen, "stored" as a GGUF file has them (in blocks of 32, and a weight that has 8 bits
+    there has 8 here); `calibration` is the text that GPTQ saw.
     """
 
     format: Literal["int", "fp8"] = "int"
@@ -105,6 +110,8 @@ class Quantization:
     block_size: int
     symmetric: bool
     accuracy_level: int
+    rounding: Rounding = "nearest"
+    calibration: str | None = None
     quantized_matmuls: int
     float_matmuls: tuple[str, ...]
 
@@ -199,11 +206,35 @@ def _ngrams(owner: "Draft") -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftVocabulary:
+    """The draft's head was cut to `size` tokens: column i of its logits is the token of entry i of the file `path`.
+
+    The file holds `size` little-endian int32, strictly ascending. `corpus` says whose most frequent tokens they are,
+    `coverage` which share of the tokens in a held-out part of it is among them.
+    """
+
+    path: str
+    size: int
+    corpus: str
+    coverage: float
+
+    def __post_init__(self) -> None:
+        inside(self, "path")
+        within(self, 1, INT32_MAX, "size")
+        texts(self, "corpus")
+        within(self, 0, 1, "coverage")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DraftModel:
-    """Proposals come from a smaller model. N-grams need none, so a runtime may offer them too, of these lengths."""
+    """Proposals come from a smaller model. N-grams need none, so a runtime may offer them too, of these lengths.
+
+    `vocabulary` None: the columns of its logits are the token ids in order.
+    """
 
     method: Literal["draft_model"] = "draft_model"
     model: Model
+    vocabulary: DraftVocabulary | None = None
     min_ngram: int = 2
     max_ngram: int = 4
 
@@ -226,6 +257,10 @@ class NgramDraft:
     def model(self) -> None:
         """None: no model drafts."""
 
+    @property
+    def vocabulary(self) -> None:
+        """None: copies may be of any token."""
+
 
 Draft = DraftModel | NgramDraft
 
@@ -236,7 +271,8 @@ class ParityReport:
 
     "capture": the float32 graph against eager PyTorch (where the graph computes in a half type: the same graph with
     every value cast to float32). "half": the graph in its half type against that. "quantize": the quantized graph
-    against the one before it. `max_abs_diff` is over logits, `kl` the mean KL divergence in nats, `greedy_agreement`
+    against the one before it, over a held-out text too; `perplexity` there is its own, `reference_perplexity` the
+    other's. `max_abs_diff` is over logits, `kl` the mean KL divergence in nats, `greedy_agreement`
     the share of equal argmax. `layers` is how many of the model's layers took part, `tolerance` what was allowed: of
     `max_abs_diff` for "capture", of `kl` for the others.
     """
@@ -249,6 +285,8 @@ class ParityReport:
     kl: float
     greedy_agreement: float
     tolerance: float
+    perplexity: float | None = None
+    reference_perplexity: float | None = None
 
     def __post_init__(self) -> None:
         within(self, 1, INT32_MAX, "layers", "tokens")
@@ -256,6 +294,9 @@ class ParityReport:
         for name in ("max_abs_diff", "tolerance"):
             value = getattr(self, name)
             need(0 <= value < math.inf, name, "a finite number, at least 0", value)
+        for name in ("perplexity", "reference_perplexity"):
+            value = getattr(self, name)
+            need(value is None or 1 <= value < math.inf, name, "a finite number, at least 1", value)
         need(math.isfinite(self.kl), "kl", "a finite number", self.kl)  # rounding may take it a little below 0
 
 

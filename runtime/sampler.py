@@ -87,8 +87,8 @@ class Sampler:
 
     def draw(self, p: Distribution) -> int:
         """One token from `p` (V,), by inversion of its cumulative sum."""
-        support = np.flatnonzero(p)  # after top-k and top-p a few of V
-        cumulative = np.cumsum(p[support])
+        support = np.flatnonzero(p > 0)  # after top-k and top-p a few of V; the comparison makes the search fast
+        cumulative = np.cumsum(p if support.size == p.size else p[support])
         # Scaling by the last entry absorbs the sum's rounding: a uniform of at most 1 - 2**-53 times it stays below it,
         # so that an index past the end cannot come out.
         return int(support[np.searchsorted(cumulative, self.uniform() * cumulative[-1], side="right")])

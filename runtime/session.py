@@ -1,4 +1,4 @@
-"""The embedding API: open a bundle, generate from it, stream, cancel."""
+"""The embedding API: generate from an open bundle, stream, cancel. `opening` opens one."""
 
 import asyncio
 import contextlib
@@ -8,26 +8,27 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from draftc.runtime.backends import check_device_options, open_engine, open_loops
-from draftc.runtime.bundle import open_bundle
-from draftc.runtime.decoder import Decoder, Limits
-from draftc.runtime.devices import DeviceOptions, Role, assign_devices, require_kv_memory
-from draftc.runtime.drafter import Drafter, ModelDrafter, NgramDrafter
-from draftc.runtime.engine import Engine
+from draftc.runtime.adaptive import AdaptiveDrafter
+from draftc.runtime.costs import CostProfile
+from draftc.runtime.decoder import Decoder
+from draftc.runtime.devices import DeviceOptions, Role
+from draftc.runtime.drafter import Drafter, ModelDrafter
 from draftc.runtime.errors import SessionBusyError, UsageError
 from draftc.runtime.loop import LoopMaker
-from draftc.runtime.manifest import Manifest, Model
+from draftc.runtime.manifest import Manifest
+from draftc.runtime.profiles import machine_id
+from draftc.runtime.reports import Progress
 from draftc.runtime.request import Generation, Options, Request, StreamEvent, check_options
 from draftc.runtime.text import Tokenizer
+from draftc.runtime.tune import BUDGET_S, measure_costs
 
-__all__ = ["VERSION", "GenerationStream", "Message", "Prompt", "Session", "open_session"]
+__all__ = ["VERSION", "GenerationStream", "Message", "Prompt", "Session"]
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int] | NDArray[np.integer[Any]]
@@ -98,7 +99,7 @@ class Session:
 
     Between requests the KV caches are kept, so that a prompt which begins like the last one is not prefilled again.
     `drafters` by method; "plain" needs none. `loops` are the backend's own, where it has them. `options` say where each
-    graph runs.
+    graph runs. `costs` is what calls cost on this machine, where that is known: then the drafter "auto" is the default.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Session:
         drafters: Mapping[str, Drafter],
         loops: LoopMaker | None = None,
         options: Mapping[Role, DeviceOptions] = MappingProxyType({}),
+        costs: CostProfile | None = None,
     ) -> None:
         self.manifest = manifest
         self.tokenizer = tokenizer
@@ -116,6 +118,7 @@ class Session:
         self.drafters = drafters
         self.loops = loops
         self.options = options
+        self.costs = costs
         self._lock = threading.Lock()
         self._closed = False
         self._streams: weakref.WeakSet[GenerationStream] = weakref.WeakSet()
@@ -129,12 +132,18 @@ class Session:
     @property
     def decoders(self) -> list[Decoder]:
         """Every graph of the session, the target first."""
-        return [self.target, *(decoder for drafter in self.drafters.values() for decoder in drafter.decoders)]
+        drafts = (decoder for drafter in self.drafters.values() for decoder in drafter.decoders)
+        return list(dict.fromkeys((self.target, *drafts)))
 
     @property
     def max_speculative_tokens(self) -> int:
         """The largest K that the bundle's verification width allows."""
         return self.manifest.max_width - 1
+
+    @property
+    def default_method(self) -> str:
+        """What drafts where a request does not say: "auto" where the costs of calls are known, else the bundle's."""
+        return AdaptiveDrafter.method if AdaptiveDrafter.method in self.drafters else self.manifest.draft.method
 
     def close(self) -> None:
         """End the streams that are open and release engines and buffers. Calling it twice is allowed.
@@ -157,6 +166,29 @@ class Session:
         with self._exclusive():
             for decoder in self.decoders:
                 decoder.cache.clear()
+
+    def measure_costs(self, *, budget_s: float = BUDGET_S, on_progress: Progress | None = None) -> CostProfile:
+        """Measure what calls cost, and choose by that from now on; see tune.measure_costs. Nothing is written.
+
+        Raises UsageError where the backend's own loop decodes, which does not choose, or for a budget of 0 or less;
+        EngineError.
+        """
+        if self.loops is not None:
+            raise UsageError(
+                f"{self.manifest.backend.name} engines decode on the device, by the bundle's own K: no costs"
+            )
+        with self._exclusive():
+            model = next((drafter for drafter in self.drafters.values() if isinstance(drafter, ModelDrafter)), None)
+            self.costs = measure_costs(
+                self.target,
+                None if model is None else model.decoder,
+                machine_id(self.manifest, self.options),
+                budget_s=budget_s,
+                on_progress=on_progress,
+            )
+            adaptive = AdaptiveDrafter.of(self.manifest, self.costs, model)
+            self.drafters = {**self.drafters, adaptive.method: adaptive}
+        return self.costs
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt. Raises UsageError for ids outside the vocabulary or a malformed message."""
@@ -193,7 +225,7 @@ class Session:
         """Start a request; see Options. Arguments are checked here, work begins with the first `next`."""
         options = check_options(options)
         drafter = self._choose_drafter(options.get("method"))
-        k = self._choose_k(options.get("num_speculative_tokens"))
+        k = self._choose_k(options.get("num_speculative_tokens"), drafter)
         request = Request(self.target, drafter, k, self.tokenizer, self.encode(prompt), options, self.loops)
         cancel = threading.Event()
         stream = GenerationStream(self._run(request, cancel), cancel, lambda: request.result)
@@ -217,7 +249,7 @@ class Session:
 
     def _choose_drafter(self, method: str | None) -> Drafter | None:
         if method is None:
-            method = self.manifest.draft.method
+            method = self.default_method
         if method == "plain":
             return None
         if method not in self.drafters:
@@ -225,9 +257,10 @@ class Session:
             raise UsageError(f"unknown method {method!r}: this bundle offers {known}")
         return self.drafters[method]
 
-    def _choose_k(self, k: int | None) -> int:
-        if k is None:
-            return self.manifest.num_speculative_tokens
+    def _choose_k(self, k: int | None, drafter: Drafter | None) -> int:
+        if k is None:  # one that chooses for itself may go as far as the graphs do
+            adaptive = isinstance(drafter, AdaptiveDrafter)
+            return self.max_speculative_tokens if adaptive else self.manifest.num_speculative_tokens
         if not isinstance(k, int | np.integer) or not 1 <= k <= self.max_speculative_tokens:
             raise UsageError(
                 f"num_speculative_tokens must be 1 to {self.max_speculative_tokens} for this bundle (compiled for "
@@ -248,80 +281,6 @@ class _Exclusive:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-
-
-def open_session(
-    path: str | Path,
-    *,
-    device: str | None = None,
-    target_device: str | None = None,
-    draft_device: str | None = None,
-    threads: int | None = None,
-    cuda_graph: bool = True,
-    provider_options: Mapping[str, str] | None = None,
-    check_hashes: bool = True,
-) -> Session:
-    """Open a bundle. `draftc.runtime.open` is this function.
-
-    `device` is "cpu", "cuda" or "cuda:1" (the second GPU), by default what the bundle was compiled for;
-    `target_device` and `draft_device` say otherwise for one of the two models. Between devices only token ids and rows
-    of logits move. `threads` per graph on a CPU; default: ONNX Runtime's choice, one per physical core. `cuda_graph`
-    False runs every call kernel by kernel. `provider_options` go to ONNX Runtime's CUDA provider under its own names
-    ("gpu_mem_limit", …). `check_hashes` compares every file with its sha256 (about a second per 1.5 GB); sizes and
-    paths are always checked. Raises BundleError, BackendUnavailableError, UsageError, ResourceError.
-    """
-    if not isinstance(path, str | Path):
-        raise UsageError(f"a bundle is opened by its folder's path, got {path!r}")
-    bundle = open_bundle(path, hashes=check_hashes)
-    manifest = bundle.manifest
-    backend = manifest.backend.name
-    models: dict[Role, Model] = {"target": manifest.target}
-    if manifest.draft.model is not None:
-        models["draft"] = manifest.draft.model
-    options = assign_devices(
-        models,
-        manifest.backend.device,
-        device=device,
-        target_device=target_device,
-        draft_device=draft_device,
-        threads=threads,
-        cuda_graph=cuda_graph,
-        provider_options=provider_options,
-    )
-    for chosen in options.values():
-        check_device_options(backend, chosen)
-    tokenizer = Tokenizer.from_folder(bundle.path(manifest.tokenizer.path))
-    limits = Limits(manifest.max_length, manifest.max_width, manifest.prefill_chunk, manifest.vocab_size)
-    require_kv_memory((options[role], model.spec.kv_bytes()) for role, model in models.items())
-    with contextlib.ExitStack() as opened:
-        max_call = max(limits.prefill_chunk, limits.max_width)
-
-        def decoder(role: Role, beside: Engine | None = None) -> Decoder:
-            model = models[role]
-            engine = open_engine(
-                backend,
-                bundle.path(model.graph),
-                model.spec,
-                max_call=max_call,
-                max_rows=limits.max_width,
-                options=options[role],
-                built=manifest.backend,
-                info=model.engine,
-                beside=beside,
-            )
-            opened.callback(engine.close)
-            return Decoder(engine, limits)
-
-        draft = decoder("draft") if "draft" in models else None
-        drafters: dict[str, Drafter] = {} if draft is None else {"draft_model": ModelDrafter(draft)}
-        lengths = manifest.draft
-        drafters["ngram"] = NgramDrafter(lengths.min_ngram, lengths.max_ngram)  # costs nothing: every bundle has it
-        draft_engine = None if draft is None else draft.engine
-        target = decoder("target", draft_engine)
-        loops = open_loops(backend, target.engine, draft_engine, max_call=max_call)
-        session = Session(manifest, tokenizer, target, drafters, loops, options)
-        opened.pop_all()  # from here on the session closes them
-    return session
 
 
 async def _in_thread(work: Callable[[], T], stream: GenerationStream) -> T:

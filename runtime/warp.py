@@ -33,6 +33,7 @@ __all__ = [
 Distribution = NDArray[np.float64]  # (V,), sums to 1
 
 TEMPERATURES = (1e-30, 1e30)  # least and largest: float32 holds them and their reciprocals
+SLACK = 1e-6  # more than float32 rounds by
 LEAST_DISTANCE = np.float32(2.0**-126)  # the smallest float32 that is not denormal
 
 # Given the tokens generated so far, which ids may come next: (V,) bool, or None for all. For structured output.
@@ -135,9 +136,9 @@ def distances(scores: Logits) -> Logits:
     Unlike probabilities, distances tell tokens apart at any temperature. They are float32 everywhere, and denormals
     are zero, as GPUs have it: so a compiled graph cuts in the same place.
     """
-    with np.errstate(over="ignore"):  # infinitely far is right
+    with np.errstate(over="ignore", invalid="ignore"):  # infinitely far is right
         y: Logits = scores.max() - scores
-    y[y < LEAST_DISTANCE] = 0
+        y *= y >= LEAST_DISTANCE
     return y
 
 
@@ -146,16 +147,19 @@ def top_k_threshold(y: Logits, k: int) -> float:
     return float(np.partition(y, k - 1)[k - 1])
 
 
-def nucleus_threshold(y: Logits, weights: Distribution, mass: float) -> float:
+def nucleus_threshold(y: Logits, weights: Distribution, mass: float, total: float | None = None) -> float:
     """The smallest t with Σ weights[y <= t] >= mass · Σ weights.
 
     The nucleus of top-p (Holtzman et al. 2020) is {y <= t}, ties included. `weights` (V,) fall as `y` (V,) rises.
+    Where `total` says what Σ weights is, these are the head alone: tokens that may lie in the nucleus.
 
     Tokens of less than (1 - mass) / V of the sum each have less than 1 - mass of it together, so the others hold the
     nucleus: only they are sorted, and they are few.
     """
-    total = weights.sum()
-    head = np.flatnonzero(weights >= (1 - mass) / weights.size * total)
+    head = np.arange(y.size)
+    if total is None:
+        total = float(weights.sum())
+        head = np.flatnonzero(weights >= (1 - mass) / weights.size * total)
     head = head[np.argsort(y[head])]
     reached = np.searchsorted(np.cumsum(weights[head]), mass * total)
     return float(y[head[reached]]) if reached < head.size else math.inf  # rounding left the sum of all just under it
@@ -181,11 +185,24 @@ def _warp(y: Logits, sampling: Sampling) -> Distribution:
     """Temperature, then top-p, then min-p, then normalisation."""
     temperature = np.float32(min(max(sampling.temperature, TEMPERATURES[0]), TEMPERATURES[1]))
     with np.errstate(over="ignore"):  # infinitely far, and a probability of zero, is right
-        weights: Distribution = np.exp(-(y / temperature)).astype(
-            np.float64
-        )  # 1 for the largest, so that nothing overflows
-    if sampling.top_p < 1:
-        weights = np.where(y <= nucleus_threshold(y, weights, sampling.top_p), weights, 0.0)
+        rough: Logits = np.divide(y, -temperature)
+    np.exp(rough, out=rough)  # 1 for the largest, so that nothing overflows
+    if sampling.top_p == 1:
+        return _normalised(rough.astype(np.float64), sampling)
+    # A vocabulary is long and a nucleus short: all but the passes above look at its likeliest tokens alone.
+    total = float(rough.sum(dtype=np.float64))
+    head = np.flatnonzero(rough >= np.float32((1 - SLACK) * (1 - sampling.top_p) / y.size * total))
+    weights: Distribution = rough[head].astype(np.float64)
+    threshold = nucleus_threshold(y[head], weights, sampling.top_p, total)
+    if threshold == math.inf:
+        return _normalised(rough.astype(np.float64), sampling)
+    inside = y[head] <= threshold
+    p = np.zeros(y.size)
+    p[head[inside]] = _normalised(weights[inside], sampling)
+    return p
+
+
+def _normalised(weights: Distribution, sampling: Sampling) -> Distribution:
     if sampling.min_p > 0:
         weights = min_p(weights, sampling.min_p)
     weights /= weights.sum()

@@ -201,13 +201,13 @@ def test_bench_reports_every_prompt_in_every_mode(bundle: Path) -> None:
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["schema"] == "draftc-bench/1"
-    assert [total["mode"] for total in report["totals"]] == ["plain", "ngram-k4"]
-    plain, drafted = (
-        [record for record in report["records"] if record["mode"] == mode] for mode in ("plain", "ngram-k4")
-    )
-    assert [record["id"] for record in plain] == [record["id"] for record in drafted]
+    modes = ["plain", "auto", "ngram-k4"]
+    assert [total["mode"] for total in report["totals"]] == modes
+    plain, *drafted = ([record for record in report["records"] if record["mode"] == mode] for mode in modes)
     assert len(plain) > 1
-    assert [record["token_ids"] for record in plain] == [record["token_ids"] for record in drafted]
+    for records in drafted:
+        assert [record["id"] for record in plain] == [record["id"] for record in records]
+        assert [record["token_ids"] for record in plain] == [record["token_ids"] for record in records]
     for record in report["records"]:
         assert 1 <= record["new_tokens"] == len(record["token_ids"]) <= 16
         assert record["new_tokens"] == 1 + record["step_tokens"]

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftc.export.capture import Captured, capture
+from draftc.export.fusions import FuseRMSNormalization
+from draftc.export.group_query import FuseGroupQueryAttention
+from draftc.export.lowering import LOWERINGS
 
 if TYPE_CHECKING:
     from tests.export.conftest import GraphRunner
@@ -202,6 +206,49 @@ FAMILIES = (
 )
 
 
+@dataclass(frozen=True)
+class Lowered:
+    """How much of a family's two layers ONNX Runtime's passes for the CPU fuse: attentions, rotations inside, norms."""
+
+    attentions: int = 2
+    rotations: int = 2
+    norms: int = 5
+
+
+# Where a number is below the number of layers, or a norm is none of the root of a mean square, the comment says why.
+LOWERED = {
+    "llama": Lowered(),
+    "mistral": Lowered(),
+    "qwen2": Lowered(),
+    "qwen3": Lowered(norms=9),
+    "gemma": Lowered(),
+    "gemma2": Lowered(norms=9),
+    "gemma3_text": Lowered(norms=13),
+    "phi3": Lowered(),
+    "phi": Lowered(rotations=0, norms=0),  # 8 of 16 channels are rotated: the kernel wants 16; layer norms
+    "gpt2": Lowered(rotations=0, norms=0),  # learned positions; layer norms
+    "opt": Lowered(rotations=0, norms=0),  # learned positions; layer norms
+    "gpt_neox": Lowered(rotations=0, norms=0),  # 4 of 16 channels; layer norms
+    "olmo2": Lowered(norms=9),
+    "olmo3": Lowered(norms=9),
+    "smollm3": Lowered(rotations=1),  # one layer has no positions
+    "granite": Lowered(),
+    "starcoder2": Lowered(norms=0),  # layer norms
+    "cohere": Lowered(norms=3),  # those of queries and keys have a weight for each head
+    "cohere2": Lowered(rotations=1, norms=3),  # full attention has no positions
+    "stablelm": Lowered(rotations=0, norms=0),  # 4 of 16 channels; layer norms
+    "gptj": Lowered(norms=0),  # layer norms
+    "nemotron": Lowered(rotations=0, norms=0),  # 8 of 16 channels; layer norms
+    "exaone4": Lowered(rotations=1, norms=9),  # full attention has no positions
+    "glm4": Lowered(norms=9),
+    "ministral3": Lowered(rotations=0),  # queries are scaled by position, keys are not
+    "helium": Lowered(),
+    "deepseek_v3": Lowered(attentions=0, rotations=0, norms=9),  # keys and values are computed from what is cached
+    "qwen3_moe": Lowered(norms=9),
+    "mixtral": Lowered(),
+}
+
+
 def tiny_model(model_type: str, **settings: Any) -> PreTrainedModel:
     """A model of two layers with weights large enough for every part to matter, on its own eager attention."""
     config = AutoConfig.for_model(
@@ -246,6 +293,19 @@ def tolerance(reference: NDArray[np.float32]) -> float:
 
 def capture_tiny(model: PreTrainedModel, folder: Path, max_length: int = MAX_LENGTH) -> Captured:
     return capture(model, max_length=max_length, max_width=MAX_WIDTH, path=folder / "model.onnx")
+
+
+def lower_tiny(captured: Captured) -> tuple[Path, Lowered]:
+    """The graph as ONNX Runtime on the CPU gets it, beside the captured one, and what the passes say of it."""
+    graph = ir.load(captured.path)
+    attention, norms = FuseGroupQueryAttention(), FuseRMSNormalization()
+    counting = {type(attention): attention, type(norms): norms}
+    for make in LOWERINGS["onnxruntime", "cpu"]:
+        rewrite = make()
+        counting.get(type(rewrite), rewrite)(graph)
+    path = captured.path.with_name("lowered.onnx")
+    ir.save(graph, path)  # refers to the captured graph's weight file
+    return path, Lowered(attention.fused, attention.rotary, norms.fused)
 
 
 def rewind_run(runner: "GraphRunner", tokens: NDArray[np.int64]) -> Iterator[tuple[range, NDArray[np.float32]]]:

@@ -26,6 +26,7 @@ from draftc.runtime.errors import (
     UsageError,
 )
 from draftc.runtime.manifest import Manifest, parse
+from draftc.runtime.records import Rounding
 from tests.export.tiny_models import save_folder, save_pair, tiny_model, tiny_tokenizer, write_gguf
 
 PROMPT = "the quick brown fox"
@@ -142,6 +143,28 @@ def test_quantized_with_ngrams(sources: Path, tmp_path: Path, bits: int) -> None
     with runtime.open(out, threads=1) as session:
         plain = session.generate(PROMPT, max_new_tokens=24, temperature=0, method="plain").token_ids
         assert session.generate(PROMPT, max_new_tokens=24, temperature=0).token_ids[:8] == plain[:8]
+
+
+def test_gptq_comes_closer_than_rounding_to_nearest(sources: Path, tmp_path: Path) -> None:
+    """Through the whole pipeline, on a text that it was not calibrated on, with a draft that has a cut head."""
+    reports = {}
+    roundings: tuple[Rounding, ...] = ("nearest", "gptq")
+    for rounding in roundings:
+        scheme = QuantizationScheme(4, 64, symmetric=False, rounding=rounding)
+        compile_bundle(options(sources, tmp_path / rounding, scheme=scheme, draft_vocab=64))
+        manifest = manifest_of(tmp_path / rounding)
+        reports[rounding] = [report for report in manifest.parity if report.stage == "quantize"]
+        for _, model in manifest.models:
+            assert model.quantization is not None
+            assert model.quantization.rounding == rounding
+            assert (model.quantization.calibration is not None) == (rounding == "gptq")
+        with runtime.open(tmp_path / rounding, threads=1) as session:
+            assert session.generate(PROMPT, max_new_tokens=8, temperature=0).token_ids
+    for nearest, gptq in zip(reports["nearest"], reports["gptq"], strict=True):
+        assert gptq.kl < 0.7 * nearest.kl
+        assert gptq.tokens == nearest.tokens
+        assert gptq.reference_perplexity == nearest.reference_perplexity
+        assert gptq.perplexity is not None
 
 
 def test_gpt2_has_all_its_weights_quantized(tmp_path: Path) -> None:

@@ -66,6 +66,14 @@ def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> CompileOptio
         (["--device", "cuda", "--precision", "fp16"], {"half": "fp16", "scheme": None}),
         (["--device", "cuda", "--precision", "int4"], {"half": "fp16", "scheme": QuantizationScheme(4, 32)}),
         (["--precision", "int8"], {"device": "cpu", "half": None, "scheme": QuantizationScheme(8, 32)}),
+        (["--precision", "int4"], {"scheme": QuantizationScheme(4, 128, symmetric=False, rounding="gptq")}),
+        (
+            ["--precision", "int4", "--block-size", "32", "--symmetric", "--calibration", "text"],
+            {"scheme": QuantizationScheme(4, 32, rounding="gptq"), "calibration": Path("text")},
+        ),
+        (["--precision", "int4", "--rounding", "nearest"], {"scheme": QuantizationScheme(4, 32)}),
+        (["--precision", "int4", "--rounding", "stored"], {"scheme": QuantizationScheme(4, 32, rounding="stored")}),
+        (["--precision", "int8", "--rounding", "gptq"], {"scheme": QuantizationScheme(8, 128, rounding="gptq")}),
     ],
     ids=" ".join,
 )
@@ -74,6 +82,96 @@ def test_what_the_options_become(
 ) -> None:
     options = options_of(monkeypatch, *arguments)
     assert {name: getattr(options, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--draft", "ngram", "--draft-vocab", "64"], "--draft-vocab cuts a draft model's head, n-grams have none"),
+        (["--draft", "d", "--draft-vocab", "-1"], "--draft-vocab must be 0 (all tokens) or more, got -1"),
+        (["--draft", "d", "--draft-corpus", "x"], "--draft-corpus says which tokens --draft-vocab keeps: give both"),
+        (["--draft", "d", "--draft-vocab", "64", *RTX], "--draft-vocab is not offered for tensorrt-rtx engines yet"),
+    ],
+    ids=["ngram", "negative", "corpus alone", "engines"],
+)
+def test_a_cut_that_cannot_be(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = invoke(tmp_path / "out", "--target", "t", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"draftc: {message}")
+    assert result.stderr.count("\n") == 1
+    assert nothing_at(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("size", "content", "message"),
+    [
+        ("3", b"text", "--draft-vocab must be 4 (the special tokens) to "),
+        ("999", b"text", "(the vocabulary), got 999; 0 keeps all"),
+        ("64", None, "corpus.txt: cannot be read (No such file or directory)"),
+        ("64", b"", "corpus.txt: there is no text in the corpus"),
+        ("64", b"a\0b", "corpus.txt: not a text (a NUL byte"),
+        ("64", b"a\xff", "corpus.txt: not UTF-8 at byte 1"),
+    ],
+)
+def test_a_cut_and_its_corpus_are_checked_before_any_work(
+    sources: Path, tmp_path: Path, size: str, content: bytes | None, message: str
+) -> None:
+    corpus = tmp_path / "corpus.txt"
+    if content is not None:
+        corpus.write_bytes(content)
+    pair = ["--target", str(sources / "target"), "--draft", str(sources / "draft"), "--max-length", "96"]
+    result = invoke(tmp_path / "out", *pair, "--draft-vocab", size, "--draft-corpus", str(corpus), "--quiet")
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert nothing_at(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounding", "gptq"], "options of quantization need --precision int8, int4 or fp8"),
+        (["--precision", "int4", "--rounding", "up"], "rounding must be one of nearest, gptq, stored, got 'up'"),
+        (
+            ["--precision", "int4", "--rounding", "nearest", "--calibration", "x"],
+            "--calibration is the text for --rounding gptq: leave it out, or round with gptq",
+        ),
+        (["--precision", "int8", "--calibration", "x"], "--calibration is the text for --rounding gptq"),
+        ([*RTX, "--precision", "int4", "--rounding", "gptq"], "--rounding gptq is for ONNX Runtime"),
+        ([*RTX, "--precision", "fp8", "--rounding", "gptq"], "GPTQ rounds to integers: use --rounding nearest for fp8"),
+        (["--precision", "int4", "--rounding", "stored", "--block-size", "128"], "stored blocks are of 32 weights"),
+    ],
+)
+def test_roundings_that_cannot_be(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = invoke(tmp_path / "out", "--target", "t", "--draft", "ngram", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"draftc: {message}")
+    assert result.stderr.count("\n") == 1
+    assert nothing_at(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cal.txt: cannot be read (No such file or directory): name a --calibration FILE"),
+        (b"", "cal.txt: there is no text in the corpus: name another --calibration FILE"),
+        (b"a\0b", "cal.txt: not a text (a NUL byte"),
+        (b"a\xff", "cal.txt: not UTF-8 at byte 1"),
+        (b"a short text", "cal.txt: too short to calibrate on"),
+    ],
+)
+def test_the_calibration_text_is_checked_before_any_work(
+    sources: Path, tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    text = tmp_path / "cal.txt"
+    if content is not None:
+        text.write_bytes(content)
+    pair = ["--target", str(sources / "target"), "--draft", "ngram", "--max-length", "96", "--precision", "int4"]
+    result = invoke(tmp_path / "out", *pair, "--calibration", str(text), "--quiet")
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert nothing_at(tmp_path / "out")
 
 
 def test_a_recipe_in_float32_becomes_an_engine_in_fp16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -102,7 +200,7 @@ ENGINE: dict[str, Any] = {"backend": "tensorrt-rtx", "device": "cuda", "half": "
         ({"max_length": 7}, "max_length must be 8 or more"),
         ({"max_width": 1}, "max_width must be"),
         ({"prefill_chunk": 0}, "prefill_chunk"),
-        ({"min_ngram": 5}, "min_ngram <= max_ngram"),
+        ({"min_ngram": 5, "max_ngram": 4}, "min_ngram <= max_ngram"),
         ({"max_length": 2**31 - 32}, "max_length must be 2147483615 or less"),
         ({"name": ""}, "printable"),
         ({"name": "a\nb"}, r"printable text, got 'a\\nb'"),

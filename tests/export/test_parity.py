@@ -140,3 +140,29 @@ def test_parity_tokens_begin_with_bos_and_repeat_the_text() -> None:
     period = starts[1] - starts[0]
     np.testing.assert_array_equal(tokens[1 : 6000 - period], tokens[1 + period :])
     assert str(tokenizer.decode(tokens[1:400])).startswith("A lighthouse keeper")
+
+
+def test_text_logits_are_those_of_every_position_in_calls_of_the_widest_width() -> None:
+    engine = Recorder()
+    rows = parity.text_logits(Decoder(engine, LIMITS), TOKENS[:27])
+    reference = expected(TOKENS[:27])
+    assert set(rows) == set(range(27))
+    for position, row in rows.items():
+        np.testing.assert_array_equal(row, reference[position])
+    assert [width for width, _, _ in engine.calls] == [8, 8, 8, 3]
+
+
+def test_perplexity_against_a_closed_form() -> None:
+    p = np.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]])
+    rows = {7: np.log(p[0]).astype(np.float32), 9: np.append(np.log(p[1]) + 3, 50).astype(np.float32)}
+    assert parity.perplexity(rows, {7: 1, 9: 2}, 3) == pytest.approx(1 / np.sqrt(0.25 * 0.8), rel=1e-6)
+
+
+def test_the_held_out_text_is_not_the_parity_text() -> None:
+    tokenizer = tiny_tokenizer()
+    held_out, text = parity.held_out_tokens(tokenizer, 6000), parity.parity_tokens(tokenizer, 1000)
+    assert 640 <= held_out.size <= 6000
+    assert held_out[0] == tokenizer.bos_token_id
+    assert parity.held_out_tokens(tokenizer, 100).tolist() == held_out[:100].tolist()
+    pieces = np.lib.stride_tricks.sliding_window_view(text, 60)
+    assert not any((pieces == held_out[i : i + 60]).all(axis=1).any() for i in range(0, held_out.size - 60, 7))

@@ -11,7 +11,7 @@ from scipy.special import gammaincc
 
 from draftc.runtime.accept import Proposal
 from draftc.runtime.decoder import Decoder, Limits
-from draftc.runtime.drafter import Drafter, ModelDrafter
+from draftc.runtime.drafter import Drafter, DraftRule, ModelDrafter
 from draftc.runtime.engine import Logits, Tokens
 from draftc.runtime.graphio import GraphSpec
 from draftc.runtime.kvcache import TokenBuffer
@@ -362,7 +362,7 @@ def goodness_of_fit(counts: Counter[tuple[int, ...]], expected: Outcomes) -> flo
 class UnwarpedDrafter(ModelDrafter):
     """Planted fault: draws from the warped distribution and reports the model's own as q."""
 
-    def propose(self, text: Tokens, k: int, sampler: Sampler) -> Proposal:
+    def propose(self, text: Tokens, k: int, sampler: Sampler, rule: DraftRule | None = None) -> Proposal:
         proposal = super().propose(text, k, sampler)
         plain = Sampler(Sampling(temperature=1.0), text.tolist(), self.decoder.limits.vocab_size, seed=0)
         q = []
@@ -379,8 +379,9 @@ class DroppingDrafter(ModelDrafter):
         super().__init__(decoder)
         self.stops = stops
 
-    def propose(self, text: Tokens, k: int, sampler: Sampler) -> Proposal:
+    def propose(self, text: Tokens, k: int, sampler: Sampler, rule: DraftRule | None = None) -> Proposal:
         proposal = super().propose(text, min(k, 1), sampler)
-        if proposal.q and self.stops(int(proposal.tokens[0]), proposal.q[0]):
+        q = proposal.q[0] if proposal.q else None
+        if q is not None and self.stops(int(proposal.tokens[0]), q):
             return Proposal()
         return proposal

@@ -150,7 +150,7 @@ def test_run_passes_every_option_on(draftc: Draftc, bundle: FakeBundle, monkeypa
         "-n 9 --temperature 0 --top-k 5 --top-p 0.9 --min-p 0.01 --repetition-penalty 1 --presence-penalty 0 "
         "--frequency-penalty 0 --seed 0 --stop dog --stop cat --ignore-eos --echo --method ngram -k 3 --device cuda "
         "--target-device cuda:1 --draft-device cpu --threads 2 --no-cuda-graph --provider-option gpu_mem_limit=1000 "
-        "--provider-option arena_extend_strategy=a=b --no-check-hashes"
+        "--provider-option arena_extend_strategy=a=b --no-check-hashes --no-tune"
     )
     result = draftc("run", "out", "-p", PROMPT, *line.split())
     assert result.code == 0, result.err
@@ -170,6 +170,7 @@ def test_run_passes_every_option_on(draftc: Draftc, bundle: FakeBundle, monkeypa
         "method": "ngram",
         "num_speculative_tokens": 3,
     }
+    assert callable(bundle.opened.pop("on_progress"))
     assert bundle.opened == {
         "path": Path("out"),
         "device": "cuda",
@@ -179,11 +180,12 @@ def test_run_passes_every_option_on(draftc: Draftc, bundle: FakeBundle, monkeypa
         "cuda_graph": False,
         "provider_options": {"gpu_mem_limit": "1000", "arena_extend_strategy": "a=b"},
         "check_hashes": False,
+        "tune": False,
     }
     assert result.out.startswith(PROMPT + pieces(bundle)[0])
 
 
-@pytest.mark.parametrize("line", ["run out -p x", "chat out", "verify out", "bench out"])
+@pytest.mark.parametrize("line", ["run out -p x", "chat out", "verify out", "bench out", "tune out"])
 def test_every_command_opens_where_it_is_told(draftc: Draftc, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     seen: dict[str, Any] = {}
 
@@ -193,6 +195,7 @@ def test_every_command_opens_where_it_is_told(draftc: Draftc, monkeypatch: pytes
 
     monkeypatch.setattr("draftc.runtime.open", opened)
     general: dict[str, Any] = {"threads": None, "cuda_graph": True, "provider_options": {}, "check_hashes": True}
+    general["tune"] = line != "tune out"  # which measures anyway
     for options, expected in (
         ("", {"device": None, "target_device": None, "draft_device": None}),
         ("--draft-device cpu --target-device cuda", {"device": None, "target_device": "cuda", "draft_device": "cpu"}),
@@ -200,6 +203,7 @@ def test_every_command_opens_where_it_is_told(draftc: Draftc, monkeypatch: pytes
     ):
         result = draftc(*line.split(), *options.split())
         assert one_line(result.err) == "draftc: no such device"
+        assert callable(seen.pop("on_progress", print))
         assert seen == expected | general
 
 
@@ -658,7 +662,7 @@ def test_inspect_shows_what_is_in_the_bundle(draftc: Draftc, tmp_path: Path) -> 
     words = " ".join(result.out.split())
     for fact in (
         "int4",
-        "4 bits, blocks of 32, symmetric, accuracy level 4; 211 MatMuls",
+        "4 bits, blocks of 32, symmetric, accuracy level 4; rounded to nearest; 211 MatMuls",
         "float MatMuls lm_head all",
         "longrope, long",
         "llama",

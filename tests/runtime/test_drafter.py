@@ -131,6 +131,7 @@ def test_q_is_what_the_proposal_was_drawn_from() -> None:
         assert proposal.q is not None
         assert len(proposal.q) == 3
         for i, q in enumerate(proposal.q):
+            assert q is not None
             np.testing.assert_allclose(q, following(x[:i]), atol=1e-6)
         return x
 

@@ -57,7 +57,7 @@ def test_an_engine_shows_profiles_tensors_precision_and_memory(capsys: pytest.Ca
     for fact in (
         "tensorrt-rtx 1.7.1.116, opset 24, on cuda, for SM 89, 120",
         "precision fp8",
-        "E4M3 floats, one scale per output, symmetric; 8 MatMuls",
+        "E4M3 floats, one scale per output, symmetric; rounded to nearest; 8 MatMuls",
         "target decode 1–4 (1) 1–32 (5) 1–32 (5) 3.0 MB",
         "target prefill 1–1 (1) 1–64 (64) 1–1 (1) 2.0 MB",
         "computes in bf16; 1 attention and 2 cache layers",

@@ -56,6 +56,9 @@ class Scripted:
     def __init__(self, script: Sequence[int]) -> None:
         self.script = tokens(*script)
 
+    def begin(self, room: int) -> None:
+        """Nothing is learnt."""
+
     def propose(self, text: Tokens, k: int, sampler: Sampler) -> Proposal:
         return Proposal(self.script[text.size : text.size + k])
 

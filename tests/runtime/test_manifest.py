@@ -20,6 +20,7 @@ from draftc.runtime.manifest import (
     SCHEMA_VERSION,
     Backend,
     DraftModel,
+    DraftVocabulary,
     EngineInfo,
     FileEntry,
     Manifest,
@@ -47,6 +48,7 @@ SHA = "0123456789abcdef" * 4
 BEYOND_THE_SCHEMA = re.compile(
     r"num_speculative_tokens: must be below|prefill_chunk: must be at most|min_ngram: must be at most|"
     r"created: must be|vocab_size: must be at most|quantization\.(bits|format): must be|graph: must be in |"
+    r"draft\.vocabulary(\.(path|size))?: must be (in draft/|the rows|at most|absent)|"
     r"opt: must be from|profiles: must be decode|engine: must be (described|absent)|spec tail: must be|"
     r"its tail must be|"
     r"is not listed in files|must be listed once|expected a finite number|"
@@ -105,6 +107,16 @@ def full_manifest() -> Manifest:
     )
 
 
+def cut_manifest() -> Manifest:
+    """A draft whose head has fewer rows than there are tokens."""
+    full = full_manifest()
+    assert isinstance(full.draft, DraftModel)
+    cut = DraftVocabulary(path="draft/token_ids.bin", size=40, corpus="Python's standard library", coverage=0.99)
+    model = replace(full.draft.model, spec=full.draft.model.spec.with_vocab_rows(40))
+    files = (*full.files, FileEntry(path="draft/token_ids.bin", size=160, sha256=SHA))
+    return replace(full, draft=replace(full.draft, model=model, vocabulary=cut), files=files)
+
+
 def engine_manifest() -> Manifest:
     """A pair of TensorRT engines with tails."""
     full = full_manifest()
@@ -145,7 +157,8 @@ def engine_manifest() -> Manifest:
 SOME = Range(min=1, opt=2, max=3)
 FULL: dict[str, Any] = json.loads(to_json(full_manifest()))
 ENGINES: dict[str, Any] = json.loads(to_json(engine_manifest()))
-DOCUMENTS = [FULL, documented_example(), ENGINES]
+CUT: dict[str, Any] = json.loads(to_json(cut_manifest()))
+DOCUMENTS = [FULL, documented_example(), ENGINES, CUT]
 
 
 def edited(path: str, value: object, document: dict[str, Any] = FULL) -> str:
@@ -292,6 +305,34 @@ def test_models_and_lengths() -> None:
 )
 def test_refusals_name_the_place(path: str, value: object, message: str) -> None:
     assert refusal(edited(path, value)).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("draft.vocabulary", None, "vocab_size: must be at most 40, the rows of the draft's head, got 96"),
+        ("draft.vocabulary.size", 39, "draft.vocabulary.size: must be the rows of the draft's head (40), got 39"),
+        ("draft.vocabulary.size", 0, "draft.vocabulary.size: must be from 1 to 2147483647, got 0"),
+        ("vocab_size", 39, "draft.vocabulary.size: must be at most vocab_size (39), got 40"),
+        ("vocab_size", 129, "vocab_size: must be at most 128, the rows of the target's head, got 129"),
+        ("draft.vocabulary.path", "target/ids", 'draft.vocabulary.path: must be in draft/, got "target/ids"'),
+        ("draft.vocabulary.path", "draft/../ids", "draft.vocabulary.path: must be a relative path inside the bundle"),
+        ("draft.vocabulary.path", "draft/other", 'draft.vocabulary.path: "draft/other" is not listed in files'),
+        ("draft.vocabulary.coverage", 1.01, "draft.vocabulary.coverage: must be from 0 to 1, got 1.01"),
+        ("draft.vocabulary.corpus", "", "draft.vocabulary.corpus: must be a non-empty string"),
+        ("draft.vocabulary.corpus", "a\nb", "draft.vocabulary.corpus: expected one line of text"),
+        ("draft.vocabulary.ids", [], "draft.vocabulary.ids: unknown key"),
+        ("draft.vocabulary.size", ..., "draft.vocabulary.size: missing"),
+    ],
+)
+def test_a_cut_vocabulary_must_fit_the_draft_and_the_target(path: str, value: object, message: str) -> None:
+    assert refusal(edited(path, value, CUT)).startswith(message)
+
+
+def test_engines_have_no_cut_vocabulary() -> None:
+    document = copy.deepcopy(ENGINES)
+    document["draft"]["vocabulary"] = {**CUT["draft"]["vocabulary"], "size": 100}
+    assert "draft.vocabulary: must be absent for backend tensorrt" in refusal(json.dumps(document))
 
 
 @pytest.mark.parametrize(
@@ -532,6 +573,7 @@ PARTS: list[tuple[Any, str, Any]] = [
     (PairSummary, "properties.pair", FULL["pair"]),
     (FileEntry, "properties.files.items", FULL["files"][0]),
     (Source, "$defs.model.properties.source", FULL["target"]["source"]),
+    (DraftVocabulary, "$defs.vocabulary", CUT["draft"]["vocabulary"]),
     (EngineInfo, "$defs.engine", ENGINES["target"]["engine"]),
     (Quantization, "$defs.quantization", FULL["target"]["quantization"]),
     (Model, "$defs.model", FULL["target"]),

@@ -4,6 +4,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,18 @@ import pytest
 
 import draftc.runtime as draftc
 from draftc.runtime.bundle import list_files, sha256_files
+from draftc.runtime.costs import parse_costs
 from draftc.runtime.engine import Logits, Tokens
-from draftc.runtime.errors import BackendUnavailableError, BundleError, ResourceError, UsageError
+from draftc.runtime.errors import BackendUnavailableError, BundleError, DraftcWarning, ResourceError, UsageError
 from draftc.runtime.graphio import GraphSpec
-from draftc.runtime.manifest import MANIFEST_NAME, FileEntry, to_json
+from draftc.runtime.manifest import MANIFEST_NAME, PROFILE_NAME, FileEntry, to_json
 from draftc.runtime.ort import OrtEngine
+from draftc.runtime.profiles import write_profile
+from draftc.runtime.sampler import Sampler
 from draftc.runtime.session import Session
 from draftc.runtime.text import Tokenizer
+from draftc.runtime.warp import Sampling
+from tests.runtime.cli_fakes import Draftc, one_line
 from tests.runtime.fake_ort_gpu import Copy, install
 from tests.runtime.fakes import tokens
 from tests.runtime.sessions import MAX_LENGTH, MAX_WIDTH, make_manifest
@@ -96,10 +102,12 @@ def test_two_sessions_share_nothing(bundle: Path) -> None:
 def test_an_ngram_bundle_opens_without_a_draft_graph(bundle: Path, byte_level_folder: Path) -> None:
     shutil.rmtree(bundle / "draft")
     write_manifest(bundle, Tokenizer.from_folder(byte_level_folder), method="ngram")
-    with draftc.open(bundle, threads=1) as session:
+    with draftc.open(bundle, threads=1, tune=False) as session:
         assert list(session.drafters) == ["ngram"]
-        drafter = session.drafters["ngram"]
-        assert (drafter.min_ngram, drafter.max_ngram) == (1, 3)  # type: ignore[attr-defined]
+        lookup = partial(session.drafters["ngram"].propose, k=1, sampler=Sampler(Sampling(), [], 99, seed=0))
+        assert lookup(tokens(7, 8, 7)).tokens.tolist() == [8], "min_ngram is 1"
+        of_three_and_of_four = tokens(4, 1, 2, 3, 5, 9, 1, 2, 3, 6, 4, 1, 2, 3)
+        assert lookup(of_three_and_of_four).tokens.tolist() == [6], "max_ngram is 3: the latest"
         assert len(session.generate(PROMPT, max_new_tokens=5, ignore_eos=True).token_ids) == 5
     with pytest.raises(UsageError, match="draft_device is 'cpu', and this bundle has no draft model: leave it out"):
         draftc.open(bundle, draft_device="cpu")
@@ -137,6 +145,77 @@ def test_a_double_install_is_found_on_open(bundle: Path, monkeypatch: pytest.Mon
         draftc.open(bundle)
 
 
+# --- what calls cost -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_first_use_measures_and_later_ones_know(
+    bundle: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[float] = []
+    with draftc.open(bundle, threads=1, on_progress=lambda what, done: said.append(done)) as session:
+        assert session.default_method == "auto"
+        text = session.generate(PROMPT, max_new_tokens=20, ignore_eos=True).token_ids
+        assert text == session.generate(PROMPT, max_new_tokens=20, ignore_eos=True, method="plain").token_ids
+        measured = session.costs
+    assert said[-1] == 1.0
+    (kept,) = (own_cache / "draftc" / "profiles").iterdir()
+    assert parse_costs(kept.read_text(encoding="utf-8")) == measured
+    monkeypatch.setattr("draftc.runtime.opening.measure_costs", lambda *_, **__: pytest.fail("measured again"))
+    for tune in (True, False):
+        with draftc.open(bundle, threads=1, tune=tune) as session:
+            assert session.costs == measured
+            assert session.default_method == "auto"
+    with draftc.open(bundle, threads=2, tune=False) as session:  # which would be a profile of its own
+        assert session.costs is None
+
+
+def test_without_a_profile_the_bundles_method_drafts(bundle: Path, own_cache: Path) -> None:
+    with draftc.open(bundle, threads=1, tune=False) as session:
+        assert (session.costs, session.default_method) == (None, "draft_model")
+        assert list(session.drafters) == ["draft_model", "ngram"]
+        assert session.generate(PROMPT, max_new_tokens=12, ignore_eos=True).stats.draft_calls > 0
+    assert not own_cache.exists()
+
+
+def test_the_bundles_own_profile_is_used(bundle: Path, own_cache: Path) -> None:
+    with draftc.open(bundle, threads=1, tune=False) as session:
+        costs = session.measure_costs(budget_s=0.001)
+    write_profile(bundle / PROFILE_NAME, costs)
+    with draftc.open(bundle, threads=1) as session:
+        assert session.costs == costs
+    assert not own_cache.exists(), "nothing had to be measured"
+    write_profile(bundle / PROFILE_NAME, replace(costs, machine=replace(costs.machine, processor="another")))
+    with pytest.warns(DraftcWarning, match="was measured elsewhere"):
+        draftc.open(bundle, threads=1, tune=False).close()
+
+
+def test_more_threads_than_cores_is_a_note(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftc.runtime.opening.physical_cores", lambda: 1)
+    with pytest.warns(DraftcWarning, match="2 threads for each graph on 1 cores: they will wait for each other"):
+        draftc.open(bundle, threads=2, tune=False).close()
+
+
+def test_threads_from_a_shell(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = Draftc(monkeypatch, capsys)
+    line = ("run", str(bundle), "-p", PROMPT, "-n", "2", "--no-stats", "--no-tune", "--threads")
+    for threads in ("0", "-1"):
+        result = command(*line, threads)
+        assert (result.code, result.out) == (2, "")
+        assert one_line(result.err).startswith(f"draftc: threads must be 1 or more, got {threads}")
+    monkeypatch.setattr("draftc.runtime.opening.physical_cores", lambda: 1)
+    result = command(*line, "2")
+    assert result.code == 0
+    assert one_line(result.err).startswith("draftc: note: 2 threads for each graph on 1 cores")
+
+
 # --- on a GPU whose memory is faked ----------------------------------------------------------------------------------
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -146,7 +225,7 @@ SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
 def texts(bundle: Path, **opening: Any) -> list[list[int]]:
     """What a fresh session says, to the end of its buffers, over prompts that share some of their beginnings."""
     said = []
-    with draftc.open(bundle, threads=1, **opening) as session:
+    with draftc.open(bundle, threads=1, tune=False, **opening) as session:
         for prompt in (PROMPT, PROMPT[:-4], PROMPT + " jumps", "the lazy dog, and then the fox sleeps. " * 2):
             for method in ("draft_model", "ngram", "plain"):
                 for sampling in (GREEDY, SAMPLED):
@@ -183,7 +262,8 @@ def test_between_devices_only_ids_and_rows_of_logits_move(
 ) -> None:
     """A call on a GPU takes ids, a position and, the first time, which rows to give; it gives those rows of logits."""
     gpu = install(monkeypatch)
-    with draftc.open(bundle, threads=1, target_device=target_device, draft_device=draft_device) as session:
+    devices = {"target_device": target_device, "draft_device": draft_device}
+    with draftc.open(bundle, threads=1, tune=False, **devices) as session:  # type: ignore[arg-type]
         engine = session.decoders[0 if target_device == "cuda" else 1].engine
         assert [copy.target for copy in gpu.copies] == ["cuda"] * 2, "the zeros of its two caches"
         assert sum(copy.size for copy in gpu.copies) == engine.spec.kv_bytes()

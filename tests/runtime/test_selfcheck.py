@@ -18,7 +18,7 @@ from draftc.runtime.check_greedy import GreedyDetails, check_greedy, greedy, tri
 from draftc.runtime.check_numerics import Difference, Graph, difference, graphs, measure_variance
 from draftc.runtime.check_sampling import MIN_DRAWS, SamplingDetails, check_sampling
 from draftc.runtime.decoder import Decoder, Limits
-from draftc.runtime.drafter import Drafter, ModelDrafter
+from draftc.runtime.drafter import Drafter, DraftRule, ModelDrafter
 from draftc.runtime.engine import Logits, Tokens
 from draftc.runtime.errors import UsageError
 from draftc.runtime.kvcache import KVCache
@@ -356,6 +356,9 @@ class Silent:
     method = "ngram"
     decoders: Sequence[Decoder] = ()
 
+    def begin(self, room: int) -> None:
+        """Nothing is learnt."""
+
     def propose(self, text: Tokens, k: int, sampler: Sampler) -> Proposal:
         return Proposal()
 
@@ -394,7 +397,7 @@ def test_sound_sampling_is_not_near_the_alarm(tokenizer: Tokenizer) -> None:
 class _WithoutQ(ModelDrafter):
     """Draws, and says that the proposal was chosen (q one-hot): wasteful, yet the output keeps the distribution p."""
 
-    def propose(self, text: Tokens, k: int, sampler: Sampler) -> Proposal:
+    def propose(self, text: Tokens, k: int, sampler: Sampler, rule: DraftRule | None = None) -> Proposal:
         return Proposal(super().propose(text, k, sampler).tokens, None)
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import draftc.runtime as runtime
-from draftc.export import build, parity, preflight
+from draftc.export import build, judge, parity, preflight
 from draftc.export import compile as pipeline
 from draftc.export.compile import compile_bundle
 from draftc.export.options import CompileOptions
@@ -294,7 +294,7 @@ def test_experts_stay_in_float_and_are_named(tmp_path: Path) -> None:
 
 
 def test_the_gate_holds_no_more_logits_than_fit(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "LOGITS_BYTES", 4 * 336 * 40)
+    monkeypatch.setattr(judge, "LOGITS_BYTES", 4 * 336 * 40)
     manifest = compile_bundle(options(sources, tmp_path / "out", draft="ngram"))
     assert 20 <= manifest.parity[0].tokens <= 40
 

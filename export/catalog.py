@@ -79,7 +79,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A tested pair with its settings. `draft` is a model name or "ngram"."""
+    """A tested pair with its settings. `draft` is a model name or "ngram".
+
+    `draft_vocab` is how many tokens the draft's head keeps for ONNX Runtime; 0 is all.
+    """
 
     name: str
     summary: str
@@ -88,6 +91,7 @@ class Recipe:
     precision: str
     k: int
     max_length: int
+    draft_vocab: int = 0
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -82,8 +82,8 @@ def compile_(
     rounding: Annotated[
         str | None,
         typer.Option(
-            help="How weights are rounded: nearest, gptq, or stored (as in a Q4_0 or Q8_0 GGUF file). Default: gptq "
-            "for int4 on the CPU, else nearest."
+            help="How weights are rounded: nearest, gptq, or stored (as a Q4_0 or Q8_0 GGUF file has them). Default: "
+            "nearest."
         ),
     ] = None,
     calibration: Annotated[
@@ -95,8 +95,9 @@ def compile_(
     min_ngram: Annotated[int, typer.Option(help="Shortest suffix that the n-gram drafter looks up.")] = 2,
     max_ngram: Annotated[int, typer.Option(help="Longest suffix that the n-gram drafter looks up.")] = 6,
     draft_vocab: Annotated[
-        int, typer.Option(help="Cut the draft's output head to this many tokens, the most frequent ones; 0: all.")
-    ] = 0,
+        int | None,
+        typer.Option(help="Cut the draft's output head to this many tokens, the most frequent ones. Default: 0, all."),
+    ] = None,
     draft_corpus: Annotated[
         list[Path] | None,
         typer.Option(help="Text that --draft-vocab counts tokens in; may be repeated. Default: Python's library."),
@@ -141,6 +142,8 @@ def compile_(
         k = chosen.k if k is None else k
         max_length = chosen.max_length if max_length is None else max_length
         name = chosen.name if name is None else name
+        if draft_vocab is None and backend == "onnxruntime":
+            draft_vocab = chosen.draft_vocab
         licences = {model: load_model(model).licence for model in chosen.models}
         target_license, draft_license = licences[chosen.target], licences.get(chosen.draft)
     if target is None or draft is None:
@@ -152,7 +155,7 @@ def compile_(
     half = _half(kind, activations, on_cuda=wanted == "cuda")
     scheme = None
     if kind in ("int8", "int4", "fp8"):
-        how: Rounding = _one_of("rounding", rounding or _default_rounding(kind, wanted), Rounding)
+        how: Rounding = _one_of("rounding", rounding or "nearest", Rounding)
         if block_size is None:
             block_size = GPTQ_BLOCK_SIZE if how == "gptq" else BLOCK_SIZE
             if kind == "fp8" or (engines and kind == "int8"):
@@ -184,7 +187,7 @@ def compile_(
         prefill_chunk=prefill_chunk,
         min_ngram=min_ngram,
         max_ngram=max_ngram,
-        draft_vocab=draft_vocab,
+        draft_vocab=draft_vocab or 0,
         draft_corpus=tuple(draft_corpus or ()),
         force=force,
         trust_remote_code=trust_remote_code,
@@ -222,11 +225,6 @@ def _half(precision: Precision, activations: str | None, *, on_cuda: bool) -> "H
         return None
     chosen: Half = _one_of("activations", activations or "fp16", Literal["fp16", "bf16"])
     return chosen
-
-
-def _default_rounding(precision: Precision, device: Device) -> Rounding:
-    """GPTQ pays where there are few bits; at 8, rounding to nearest loses next to nothing."""
-    return "gptq" if precision == "int4" and device == "cpu" else "nearest"
 
 
 def _scheme(

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,6 +65,8 @@ def build_engine_apart(
             raise ResourceError(f"{flavour}'s builder {_end(child.wait(), errors)}") from None
         finally:
             child.kill()  # no harm where it has ended by itself
+            with suppress(BrokenPipeError):  # of what it was not there to read
+                child.stdin.close()
 
 
 def _end(code: int, errors: IO[bytes]) -> str:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["round_matrix", "round_model"]
 
-DAMPING = 0.01  # of the mean of diag(H): the paper's
+# Of the mean of diag(H). The paper takes 0.01 and 262,144 tokens; with 8,192, more of it errs less on other texts.
+DAMPING = 0.1
 RATIOS = [1 - 0.04 * i for i in range(11)]  # of a block's range; beyond 40 % off nothing was chosen
 ZERO_STEPS = (-1, 0, 1)  # around the zero point that a range asks for
 # Outputs are rounded in parts, a thread each. The parts are so small that torch runs each operation in the thread that

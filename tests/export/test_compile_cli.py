@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from draftc.export import compile as pipeline
+from draftc.export.catalog import load_recipe
 from draftc.export.options import CompileOptions
 from draftc.export.quantize import QuantizationScheme
 from draftc.runtime.cli import build_app
@@ -66,9 +67,13 @@ def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> CompileOptio
         (["--device", "cuda", "--precision", "fp16"], {"half": "fp16", "scheme": None}),
         (["--device", "cuda", "--precision", "int4"], {"half": "fp16", "scheme": QuantizationScheme(4, 32)}),
         (["--precision", "int8"], {"device": "cpu", "half": None, "scheme": QuantizationScheme(8, 32)}),
-        (["--precision", "int4"], {"scheme": QuantizationScheme(4, 128, symmetric=False, rounding="gptq")}),
+        (["--precision", "int4"], {"scheme": QuantizationScheme(4, 32), "calibration": None}),
         (
-            ["--precision", "int4", "--block-size", "32", "--symmetric", "--calibration", "text"],
+            ["--precision", "int4", "--rounding", "gptq"],
+            {"scheme": QuantizationScheme(4, 128, symmetric=False, rounding="gptq")},
+        ),
+        (
+            ["--precision", "int4", "--rounding", "gptq", "--block-size", "32", "--symmetric", "--calibration", "text"],
             {"scheme": QuantizationScheme(4, 32, rounding="gptq"), "calibration": Path("text")},
         ),
         (["--precision", "int4", "--rounding", "nearest"], {"scheme": QuantizationScheme(4, 32)}),
@@ -167,6 +172,7 @@ def test_the_calibration_text_is_checked_before_any_work(
     if content is not None:
         text.write_bytes(content)
     pair = ["--target", str(sources / "target"), "--draft", "ngram", "--max-length", "96", "--precision", "int4"]
+    pair += ["--rounding", "gptq"]
     result = invoke(tmp_path / "out", *pair, "--calibration", str(text), "--quiet")
     assert result.exit_code == 2
     assert message in result.stderr
@@ -187,6 +193,22 @@ def test_a_recipe_in_float32_becomes_an_engine_in_fp16(monkeypatch: pytest.Monke
     invoke(tmp_path / "out", "--recipe", "smollm2-135m")
     invoke(tmp_path / "out", "--recipe", "smollm2-135m", *RTX)
     assert [options.precision for options in asked] == ["fp32", "fp16"]
+
+
+def test_a_recipe_cuts_its_draft_for_onnx_runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recipe = load_recipe("qwen2.5-coder-1.5b")
+    monkeypatch.setattr("draftc.export.catalog.fetch_recipe", lambda *_, **__: dict.fromkeys(recipe.models, tmp_path))
+    asked: list[CompileOptions] = []
+
+    def note(options: CompileOptions, reporter: object) -> None:
+        asked.append(options)
+        raise UsageError("that was all")
+
+    monkeypatch.setattr(pipeline, "compile_bundle", note)
+    for more in ([], ["--draft-vocab", "0"], ["--draft-vocab", "99"], RTX):
+        invoke(tmp_path / "out", "--recipe", recipe.name, *more)
+    assert recipe.draft_vocab > 0
+    assert [options.draft_vocab for options in asked] == [recipe.draft_vocab, 0, 99, 0]
 
 
 ENGINE: dict[str, Any] = {"backend": "tensorrt-rtx", "device": "cuda", "half": "fp16", "sms": ("89",)}

@@ -37,6 +37,7 @@ def test_blocks_stand_for_the_values_that_the_model_is_loaded_with(
 
 def compiled(tmp_path: Path, path: Path, bits: int = 4) -> dict[str, np.ndarray]:
     """{weight: the values (N, K) of its product in the compiled target}."""
+    parameters = dict(load(peek(str(path))).model.named_parameters())
     scheme = QuantizationScheme(bits, 32, symmetric=True, rounding="stored")
     options = CompileOptions(
         target=str(path), draft="ngram", out=tmp_path / "out", scheme=scheme, max_length=128, prefill_chunk=32
@@ -51,7 +52,13 @@ def compiled(tmp_path: Path, path: Path, bits: int = 4) -> dict[str, np.ndarray]
             codes, scales = (tensors[name] for name in node.input[1:3])
             assert len(node.input) == 3
             matrix = RoundedMatrix(how["bits"], how["block_size"], how["K"], codes, scales, None)
-            found[node.input[1].rsplit("_t_q", 1)[0]] = matrix.dequantize()
+            name, values = node.input[1].rsplit("_t_q", 1)[0], matrix.dequantize()
+            if node.input[1].endswith("_packed"):  # queries, keys and values are one product
+                packed = [name.replace("q_proj", part) for part in ("q_proj", "k_proj", "v_proj")]
+                ends = np.cumsum([parameters[part].shape[0] for part in packed])
+                found |= dict(zip(packed, np.split(values, ends[:-1]), strict=True))
+            else:
+                found[name] = values
     return found
 
 

@@ -79,7 +79,7 @@ def test_two_correlated_inputs_are_rounded_as_well_as_any_codes_can_be() -> None
     first = matrix.scales[:, 0] * (np.rint(weight.numpy()[:, 0] / matrix.scales[:, 0]))  # the more important one
     np.testing.assert_allclose(values(matrix)[:, 0], first, atol=1e-6)
     # Given the first, the best second minimizes 2 e₁ h₁₂ e₂ + h₂₂ e₂², that is e₂ = -e₁ h₁₂ / h₂₂ (with the damping).
-    damped = float(moments[1, 1] + 0.01 * moments.diagonal().mean())
+    damped = float(moments[1, 1] + 0.1 * moments.diagonal().mean())
     wanted = weight.numpy()[:, 1] - (first - weight.numpy()[:, 0]) * float(moments[0, 1]) / damped
     best = matrix.scales[:, 0] * np.clip(np.rint(wanted / matrix.scales[:, 0]), -128, 127)
     np.testing.assert_allclose(values(matrix)[:, 1], best, atol=1e-6)

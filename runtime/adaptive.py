@@ -66,7 +66,7 @@ class AdaptiveDrafter:
                 proposal = model.propose(text, plan.most, sampler, plan)
                 drafted = proposal.tokens.size
                 proposal = self._go_on(proposal, plan)
-        chooser.spent(proposal.tokens.size, plan, lag, proposal.tokens[:drafted].tolist())
+        chooser.spent(proposal.tokens.size, plan, proposal.tokens[:drafted].tolist())
         return proposal
 
     def _go_on(self, proposal: Proposal, plan: DraftPlan) -> Proposal:

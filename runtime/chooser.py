@@ -221,7 +221,7 @@ class Chooser:
         _, length = best_length(chances, [0.0] * len(chances), plan.verify[1 + count :], plan.rate, plan.reach)
         return self._ngrams.copy(match[0], length, drafted)
 
-    def spent(self, proposed: int, plan: Copy | DraftPlan | None, lag: int, drafted: Sequence[int] = ()) -> None:
+    def spent(self, proposed: int, plan: Copy | DraftPlan | None, drafted: Sequence[int] = ()) -> None:
         """Say what was done: `proposed` tokens in all, of which the draft model gave `drafted`."""
         fill = len(self._ngrams)
         self._step_ms = self._costs.target.curve(fill, 1 + proposed)[1 + proposed] + self._costs.ngram_ms
@@ -244,7 +244,7 @@ class Chooser:
         assert self._costs.draft is not None
         if len(self._ngrams) < self._resume:
             return 0.0
-        if lag > SHORT_LAG and len(self._ngrams) - (self._prompt or 0) < PATIENCE:
+        if lag > SHORT_LAG and self._written < PATIENCE:
             return 0.0
         draft = self._costs.draft.curve(fill, max(lag, 2))
         chances = self.draft_outlook(min(k, OUTLOOK))
@@ -254,8 +254,12 @@ class Chooser:
 
     def _ahead(self) -> int:
         """How many tokens the answer is expected to have from here."""
-        written = len(self._ngrams) - (self._prompt or 0)
-        return min(self._room - written, max(HORIZON, written))
+        return min(self._room - self._written, max(HORIZON, self._written))
+
+    @property
+    def _written(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self._ngrams) - (self._prompt or 0)
 
 
 def best_length(

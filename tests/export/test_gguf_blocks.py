@@ -45,7 +45,7 @@ def compiled(tmp_path: Path, path: Path, bits: int = 4) -> dict[str, np.ndarray]
     compile_bundle(options)
     model = onnx.load(tmp_path / "out" / "target" / "model.onnx")
     tensors = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    found = {}
+    found: dict[str, np.ndarray] = {}
     for node in model.graph.node:
         if node.op_type == "MatMulNBits":
             how = {attribute.name: attribute.i for attribute in node.attribute}

@@ -16,7 +16,7 @@ by the draft model; without N what the system's makers chose. --add tries others
 
 import argparse
 import fnmatch
-import json
+import math
 import os
 import platform
 import shlex
@@ -24,16 +24,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import peer_report
 from peer_children import Child, PeerError, Places, System, locked, missing, systems
-from peer_document import SCHEMA, MergeError, document, merge, read_records, write_json
+from peer_document import (
+    SCHEMA,
+    MergeError,
+    OutputError,
+    check_outputs,
+    document,
+    merge,
+    read_records,
+    read_report,
+    write_json,
+)
 from peer_prompts import CLASSES, BenchPrompt, PromptError, build_prompts, read_lines, read_list
 from peer_report import Record
+
+from draftc.runtime.machine import processor
 
 WARMUP_TOKENS = 8
 WARMUP_IDS = list(range(1000, 1200))
@@ -44,15 +56,17 @@ Setting = tuple[Child, str, str]  # process, system, mode
 def main() -> int:
     options = parse()
     try:
-        if options.merge:
-            report = merge([json.loads(path.read_text(encoding="utf-8")) for path in options.merge])
-        else:
-            report = measure(options)
-    except (PromptError, PeerError, MergeError, OSError) as error:
-        print(f"bench_peers: {error}", file=sys.stderr)
+        check_outputs(options.json, options.chart)  # not after hours of measuring
+        report = merge([read_report(path) for path in options.merge]) if options.merge else measure(options)
+    except (PromptError, PeerError, MergeError, OutputError, OSError) as error:
+        complain(error)
         return 2
-    show(report, options)
-    return 0
+    return 0 if show(report, options) else 2
+
+
+def complain(error: Exception) -> None:
+    line = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    print(f"bench_peers: {line}", file=sys.stderr)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -86,7 +100,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument("--lock", type=Path, action="append", default=[], metavar="FILE", help="flock it for each round")
     output = parser.add_argument_group("results")
     output.add_argument("--json", type=Path, metavar="FILE")
-    output.add_argument("--chart", type=Path, metavar="FILE", help="a PNG; needs matplotlib")
+    output.add_argument("--chart", type=Path, metavar="FILE", help=".png or .svg; needs matplotlib")
     output.add_argument("--log", type=Path, metavar="FILE", help="what the systems print")
     output.add_argument("--merge", type=Path, nargs="+", metavar="JSON", help="report on earlier runs together")
     options = parser.parse_args(arguments)
@@ -95,6 +109,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("threads", "max_new_tokens", "repeats"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    if options.skip < 0 or (options.count is not None and options.count < 1):
+        parser.error("--skip must be 0 or more and --count 1 or more")
+    if not 0 <= options.pause < math.inf:
+        parser.error("--pause must be 0 seconds or more")
     if not set(options.classes.split(",")) <= set(CLASSES):
         parser.error(f"--classes must be of {', '.join(CLASSES)}")
     if any("=" not in item for item in options.python):
@@ -115,8 +133,12 @@ class Run:
         self.report["left_out"].append(line)
 
     def write(self) -> None:
+        """What there is so far. A disk that is full now may not be later: nothing is given up for it."""
         if self.options.json is not None:
-            write_json(self.options.json, document(self.report, self.records))
+            try:
+                write_json(self.options.json, document(self.report, self.records))
+            except OSError as error:
+                complain(error)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -326,17 +348,13 @@ def choose(options: argparse.Namespace) -> list[tuple[System, list[str]]]:
 
 def describe(options: argparse.Namespace, prompts: list[BenchPrompt]) -> dict[str, Any]:
     """What the report says beside its records."""
-    processor = platform.processor() or platform.machine()
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
     return {
         "schema": SCHEMA,
         "command": shlex.join(sys.argv),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {
             "platform": platform.platform(),
-            "processor": processor,
+            "processor": processor(),
             "cpu_count": os.cpu_count(),
             "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         },
@@ -350,24 +368,29 @@ def describe(options: argparse.Namespace, prompts: list[BenchPrompt]) -> dict[st
     }
 
 
-def show(report: dict[str, Any], options: argparse.Namespace) -> None:
-    """Tables, the JSON file and the chart."""
+def show(report: dict[str, Any], options: argparse.Namespace) -> bool:
+    """Tables, the JSON file and the chart. Whether all were made: one that cannot be written keeps no other away."""
     from rich.console import Console
 
+    written = True
     if options.json is not None:
-        write_json(options.json, report)
+        try:
+            write_json(options.json, report)
+        except OSError as error:
+            complain(error)
+            written = False
     records = read_records(report)
     found = peer_report.totals(records)
     console = Console(width=max(170, Console().width))
     machine = report["machine"]
     console.print(
-        f"{machine['processor']}, {machine['cpu_count']} CPUs, {report['threads']} threads, up to "
+        f"{machine.get('processor')}, {machine.get('cpu_count')} CPUs, {report['threads']} threads, up to "
         f"{report['max_new_tokens']} tokens, greedy, medians of {report['repeats']}",
         style="dim",
     )
     console.print(peer_report.render(found, peer_report.best_peers(found, records), CLASSES))
     # The waiting processes' CPU time, as a share of one CPU while another process was measured.
-    idle = max((r.others_cpu_s / (r.prefill_s + r.decode_s) for r in records), default=0.0)
+    idle = max((r.others_cpu_s / max(r.prefill_s + r.decode_s, 1e-9) for r in records), default=0.0)
     if idle > 0.05:
         console.print(f"warning: waiting processes used up to {idle:.0%} of a CPU during a run", style="yellow")
     for line in report["left_out"]:
@@ -375,8 +398,10 @@ def show(report: dict[str, Any], options: argparse.Namespace) -> None:
     if options.chart is not None and records:
         try:
             peer_report.chart(found, options.chart, CLASSES)
-        except ImportError:
-            print("bench_peers: no chart: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+        except (ImportError, OSError) as error:
+            complain(error)
+            written = False
+    return written
 
 
 def available_memory() -> float:

@@ -9,6 +9,7 @@ The texts are the data sets' own and are read from their files; only ids and the
 
 import gzip
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +40,9 @@ def read_lines(path: Path | None, option: str, key: str) -> dict[str, dict[str, 
     opened = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8") as lines:
-            return {str(item[key]): item for item in map(json.loads, filter(str.strip, lines))}
-    except (OSError, UnicodeDecodeError) as error:
+            items: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
+            return {str(item[key]): item for item in items}
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise PromptError(f"{path}: cannot be read ({reason}): give {option} the data set's file") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -57,29 +59,40 @@ def read_list(path: Path) -> dict[str, Any]:
         raise PromptError(f"{path}: not JSON ({error}): see scripts/bench_prompts.json") from error
     if not isinstance(chosen, dict) or not chosen or not set(chosen) <= set(CLASSES):
         raise PromptError(f"{path}: expected an object with H, E and W: see scripts/bench_prompts.json")
+    for kind in ("H", "W"):
+        ids = chosen.get(kind, [])
+        if not isinstance(ids, list) or not all(isinstance(key, str | int) for key in ids):
+            raise PromptError(f"{path}: {kind} must be a list of ids: see scripts/bench_prompts.json")
+    edits = chosen.get("E", {})
+    if not isinstance(edits, dict) or not all(isinstance(text, str) for text in edits.values()):
+        raise PromptError(f"{path}: E must give an instruction for each id: see scripts/bench_prompts.json")
     return chosen
 
 
 def build_prompts(
     chosen: Mapping[str, Any], humaneval: Mapping[str, dict[str, Any]], mt_bench: Mapping[str, dict[str, Any]]
 ) -> list[BenchPrompt]:
-    """The prompts in the list's order. Raises PromptError for an id that its data set lacks."""
+    """The prompts in the list's order. Raises PromptError for an id that its data set lacks, or has without a text."""
 
-    def find(source: Mapping[str, dict[str, Any]], name: str, key: object) -> dict[str, Any]:
+    def text(source: Mapping[str, dict[str, Any]], name: str, key: object, field: str) -> str:
         if str(key) not in source:
             raise PromptError(f"{name} has no {key!r}: name the whole data set, or correct the list of prompts")
-        return source[str(key)]
+        value = source[str(key)].get(field)
+        if name == "MT-Bench" and isinstance(value, list) and value:
+            value = value[0]
+        if not isinstance(value, str):
+            raise PromptError(f"{name} has no text under {field!r} of {key!r}: name the data set's own file")
+        return value
 
     prompts = []
     for key in chosen.get("H", ()):
-        problem = find(humaneval, "HumanEval", key)
-        text = f"Complete this Python function.\n\n```python\n{problem['prompt'].strip()}\n```"
-        prompts.append(BenchPrompt("H", str(key), text))
-    for key, instruction in dict(chosen.get("E", {})).items():
-        problem = find(humaneval, "HumanEval", key)
-        code = (problem["prompt"] + problem["canonical_solution"]).strip()
-        text = f"{instruction} Answer with the whole code.\n\n```python\n{code}\n```"
-        prompts.append(BenchPrompt("E", str(key), text))
+        code = text(humaneval, "HumanEval", key, "prompt").strip()
+        prompts.append(BenchPrompt("H", str(key), f"Complete this Python function.\n\n```python\n{code}\n```"))
+    for key, instruction in chosen.get("E", {}).items():
+        parts = (text(humaneval, "HumanEval", key, field) for field in ("prompt", "canonical_solution"))
+        code = "".join(parts).strip()
+        edit = f"{instruction} Answer with the whole code.\n\n```python\n{code}\n```"
+        prompts.append(BenchPrompt("E", str(key), edit))
     for key in chosen.get("W", ()):
-        prompts.append(BenchPrompt("W", str(key), find(mt_bench, "MT-Bench", key)["turns"][0].strip()))
+        prompts.append(BenchPrompt("W", str(key), text(mt_bench, "MT-Bench", key, "turns").strip()))
     return prompts

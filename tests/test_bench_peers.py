@@ -4,6 +4,7 @@ import fcntl
 import gzip
 import importlib
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -178,8 +179,60 @@ def test_merged_reports_keep_their_groups_apart(report: Any, document: Any) -> N
     peer = next(total for total in merged["totals"] if total["system"] == "a")
     assert peer["default_vs_this_decode"] == pytest.approx((20 / 4) / (20 / 12))
     assert peer["tokens_per_call"] == 2 * 10 / 20
-    with pytest.raises(document.MergeError, match="draftc-peers/1"):
-        document.merge([{"schema": "draftc-bench/1"}])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not of schema draftc-peers/1"),
+        ('{"schema": "draftc-bench/1"}', "not of schema draftc-peers/1"),
+        ('{"schema": "draftc-peers/1"}', "command is missing"),
+        ("records", "records[1] is not what"),
+        ("prompts", "prompts are not pairs"),
+        (None, "cannot be read (No such file or directory)"),
+    ],
+)
+def test_a_file_that_is_no_report_is_not_merged(
+    report: Any, document: Any, tmp_path: Path, text: str | None, said: str
+) -> None:
+    whole, broken = tmp_path / "whole.json", tmp_path / "broken.json"
+    good = whole_report(report, document)
+    whole.write_text(json.dumps(good))
+    if text == "records":
+        good["records"][1]["decode_s"] = "fast"
+    if text == "prompts":
+        good["prompts"] = [5]
+    if text is not None:
+        broken.write_text(json.dumps(good) if text in good else text)
+    done = run_script(tmp_path, "--merge", str(whole), str(broken))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert_one_line(done.stderr, f"{broken}: {said}")
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_reports_are_merged_by_the_command(report: Any, document: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(whole_report(report, document)))
+    done = run_script(tmp_path, "--merge", "a.json", "a.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "someone's processor, 2 CPUs" in done.stdout
+    assert len(json.loads((tmp_path / "out.json").read_text())["records"]) == 4
+
+
+def whole_report(report: Any, document: Any) -> dict[str, Any]:
+    """What a run of two settings and one prompt wrote."""
+    head = {"schema": document.SCHEMA, "command": "bench_peers.py", "versions": {}, "left_out": [], "threads": 2}
+    head |= {"machine": {"processor": "someone's processor", "cpu_count": 2}, "max_new_tokens": 128, "repeats": 1}
+    records = [make_record(report, setting, "p") for setting in ("draftc default", "a plain")]
+    made = json.loads(json.dumps(document.document(head | {"prompts": [["H", "p"]]}, records)))
+    assert isinstance(made, dict)
+    return made
+
+
+def assert_one_line(text: str, said: str) -> None:
+    assert text.startswith("bench_peers: ")
+    assert len(text.splitlines()) == 1, text
+    assert said in text
 
 
 HUMANEVAL = {"HumanEval/7": {"prompt": "\ndef f(a):\n", "canonical_solution": "    return a\n"}}
@@ -201,6 +254,32 @@ def test_prompts_are_made_from_the_data_sets(prompts: Any) -> None:
 def test_an_unknown_id_is_named(prompts: Any, chosen: dict[str, Any]) -> None:
     with pytest.raises(prompts.PromptError, match="8"):
         prompts.build_prompts(chosen, HUMANEVAL, {})
+
+
+@pytest.mark.parametrize(
+    "text", ['{"H": 5}', '{"H": [["x"]]}', '{"W": {"a": 1}}', '{"E": ["HumanEval/7"]}', '{"E": {"HumanEval/7": 5}}']
+)
+def test_a_list_of_another_shape_is_refused(prompts: Any, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "list.json"
+    path.write_text(text)
+    with pytest.raises(prompts.PromptError, match=r"list\.json: [HEW] must .*: see scripts/bench_prompts\.json"):
+        prompts.read_list(path)
+
+
+@pytest.mark.parametrize("row", [{}, {"turns": []}, {"turns": "Write."}, {"turns": [5]}])
+def test_a_row_without_its_text_is_named(prompts: Any, row: dict[str, Any]) -> None:
+    if row == {"turns": "Write."}:
+        assert prompts.build_prompts({"W": [81]}, {}, {"81": row})[0].text == "Write."
+        return
+    with pytest.raises(prompts.PromptError, match="'turns' of 81"):
+        prompts.build_prompts({"W": [81]}, {}, {"81": row})
+
+
+def test_a_data_set_that_was_cut_off_is_one_line(prompts: Any, tmp_path: Path) -> None:
+    path = tmp_path / "HumanEval.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"task_id": "HumanEval/7"}\n' * 50)[:-12])
+    with pytest.raises(prompts.PromptError, match="give --humaneval the data set's file"):
+        prompts.read_lines(path, "--humaneval", "task_id")
 
 
 def test_the_committed_list_has_ten_prompts_of_each_class_and_no_text_twice(prompts: Any) -> None:
@@ -258,6 +337,8 @@ for line in sys.stdin:
     if asked["mode"] == "ngram-8" and asked["max_new_tokens"] > 8 and os.path.exists("fail"):
         print(json.dumps({{"error": "RuntimeError: out of memory"}}), flush=True)
         break
+    if os.path.exists("block"):
+        os.makedirs("chart.png", exist_ok=True)
     speed = {{"default": 4, "ngram-8": 2}}.get(asked["mode"], 1)
     with open(os.path.join(os.path.dirname(__file__), "calls"), "a") as log:
         log.write(json.dumps([config["system"], asked["mode"], asked["ids"], config["eos"]]) + "\\n")
@@ -268,7 +349,7 @@ for line in sys.stdin:
 """
 
 
-def run_script(folder: Path, *more: str) -> "subprocess.CompletedProcess[str]":
+def run_script(folder: Path, *more: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """bench_peers.py over one HumanEval problem, with the worker above for draftc and onnxruntime-genai."""
     fake = folder / "python"
     fake.write_text(WORKER.format(python=sys.executable))
@@ -279,7 +360,8 @@ def run_script(folder: Path, *more: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(SCRIPTS / "bench_peers.py"), "--bundle", str(folder), "--peers", str(folder)]
     command += ["--python", f"draftc={fake}", "--python", f"genai={fake}", "--prompts", "list.json", "--pause", "0"]
     command += ["--humaneval", "humaneval.jsonl.gz", "--classes", "H,E", "--json", "out.json", "--threads", "1"]
-    return subprocess.run([*command, *more], cwd=folder, capture_output=True, text=True, check=False)
+    environment = os.environ | environment
+    return subprocess.run([*command, *more], cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_without_peers_draftc_runs_alone(tmp_path: Path) -> None:
@@ -356,12 +438,44 @@ def test_a_system_that_does_not_fit_beside_the_others_gets_a_group_of_its_own(tm
         (("--systems", "vllm"), "'vllm'"),
         (("--add", "genai-b32"), "SYSTEM:MODE"),
         (("--python", "draftc=/no/such/python"), "/no/such/python"),
+        (("--json", "nowhere/out.json"), "--json nowhere/out.json: No such file or directory"),
+        (("--json", "."), "--json .: Is a directory"),
+        (("--chart", "nowhere/out.png"), "--chart nowhere/out.png: No such file or directory"),
+        (("--chart", "chart.doc"), "ends in .png or .svg"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_exit_2(tmp_path: Path, arguments: tuple[str, str], said: str) -> None:
+    pytest.importorskip("matplotlib", reason="--chart needs it")
     done = run_script(tmp_path, *arguments)
     assert done.returncode == 2
-    assert done.stderr.startswith("bench_peers: ")
-    assert len(done.stderr.splitlines()) == 1
-    assert said in done.stderr
+    assert_one_line(done.stderr, said)
     assert not (tmp_path / "out.json").exists()
+    assert not (tmp_path / "calls").exists(), "nothing was measured"
+
+
+def test_a_chart_without_matplotlib_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
+    done = run_script(tmp_path, "--chart", "chart.png", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    assert_one_line(done.stderr, "pip install matplotlib")
+    assert not (tmp_path / "calls").exists()
+
+
+@pytest.mark.parametrize("arguments", [("--skip", "-1"), ("--count", "0"), ("--pause", "-1"), ("--pause", "nan")])
+def test_a_number_out_of_range_is_refused(tmp_path: Path, arguments: tuple[str, str]) -> None:
+    done = run_script(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert arguments[0] in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "calls").exists()
+
+
+def test_a_chart_that_cannot_be_written_after_all_costs_nothing_else(tmp_path: Path) -> None:
+    """The worker puts a folder where the chart goes: as a full disk, that shows only at the end."""
+    pytest.importorskip("matplotlib", reason="--chart needs it")
+    (tmp_path / "block").touch()
+    done = run_script(tmp_path, "--chart", "chart.png")
+    assert done.returncode == 2
+    assert_one_line("".join(line for line in done.stderr.splitlines() if "bench_peers" in line), "chart.png")
+    assert "Traceback" not in done.stderr
+    assert "draftc default" in done.stdout
+    assert len(json.loads((tmp_path / "out.json").read_text())["records"]) == 4

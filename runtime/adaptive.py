@@ -36,7 +36,7 @@ class AdaptiveDrafter:
         self._model = model
         self._index = NgramIndex(*ngrams)
         self._widest = widest
-        self.begin(widest)
+        self._chooser = Chooser(costs, self._index, widest, widest)
 
     @classmethod
     def of(cls, manifest: Manifest, costs: CostProfile, model: ModelDrafter | None) -> "AdaptiveDrafter":
@@ -47,16 +47,17 @@ class AdaptiveDrafter:
         return cls(costs, model, lengths, manifest.max_width)
 
     def begin(self, room: int) -> None:
-        """See Drafter.begin."""
+        """See Drafter.begin. The draft model too reads anew: what it read for another request was another window."""
         self._index.clear()
-        self._chooser = Chooser(self._costs, self._index, self._widest, self._model is not None, room)
+        self._chooser = Chooser(self._costs, self._index, self._widest, room)
+        if self._model is not None:
+            self._model.forget()
 
     def propose(self, text: Tokens, k: int, sampler: Sampler) -> Proposal:
         """Up to `k` tokens, by what pays. See Drafter.propose."""
         chooser, model = self._chooser, self._model
         chooser.learn(text)
-        lag = model.lag(text) if model is not None else 0
-        plan = chooser.choose(min(k, self._widest - 1), lag)
+        plan = chooser.choose(min(k, self._widest - 1), None if model is None else model.state(text))
         proposal, drafted = Proposal(), 0
         match plan:
             case Copy(tokens):

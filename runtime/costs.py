@@ -84,8 +84,8 @@ class GraphCosts:
     def curve(self, fill: int, widest: int) -> list[float]:
         """Milliseconds of a call of 0, 1, … `widest` tokens at `fill`; the first entry, no call, is 0.
 
-        Between measured points linear, outside them along the nearest two; never falling with the width beyond what was
-        measured, and never below half of the cheapest measured call, whatever an extrapolation says.
+        Between measured points linear, outside them along the nearest two. What is extrapolated never falls with the
+        width, and never below half of the cheapest measured call: noise grows with the distance.
         """
         i = min(max(bisect_right(self.fills, fill) - 1, 0), max(len(self.fills) - 2, 0))
         row = list(self.ms[i])
@@ -94,6 +94,8 @@ class GraphCosts:
             row = [a + part * (b - a) for a, b in zip(self.ms[i], self.ms[i + 1], strict=True)]
         floor = min(min(line) for line in self.ms) / 2
         row = [max(number, floor) for number in row]
+        if not self.fills[0] <= fill <= self.fills[-1]:
+            row = list(itertools.accumulate(row, max))
         return [0.0] + [self._at(row, width) for width in range(1, widest + 1)]
 
     def _at(self, row: list[float], width: int) -> float:

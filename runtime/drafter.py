@@ -1,6 +1,7 @@
 """Drafters: what proposes the next tokens. A third kind implements `Drafter` and nothing else changes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from draftc.runtime.sampler import NoTokenAllowedError, Sampler
 from draftc.runtime.vocabulary import CutVocabulary
 from draftc.runtime.warp import Distribution
 
-__all__ = ["DraftRule", "Drafter", "ModelDrafter", "NgramDrafter", "confidence"]
+__all__ = ["DraftRule", "DraftState", "Drafter", "ModelDrafter", "NgramDrafter", "confidence"]
 
 
 class Drafter(Protocol):
@@ -54,6 +55,14 @@ class DraftRule(Protocol):
         """Whether to run the model for one token more."""
 
 
+@dataclass(frozen=True)
+class DraftState:
+    """Where a draft model stands: `lag` ≥ 1 tokens are new to it, and `fill` lie before those in its cache."""
+
+    lag: int
+    fill: int
+
+
 class ModelDrafter:
     """A small language model drafts autoregressively, warped exactly as the target is ("draft_model").
 
@@ -73,13 +82,19 @@ class ModelDrafter:
     def begin(self, room: int) -> None:
         """Nothing: it learns nothing."""
 
-    def lag(self, text: Tokens) -> int:
-        """How many tokens of `text` (n,) a proposal runs first, at least 1; 0 where the text is too long for it."""
+    def forget(self) -> None:
+        """Begin the next text as if it were the first: what it will read depends on that text alone."""
+        self.decoder.cache.clear()
+        self.start = 0
+
+    def state(self, text: Tokens) -> DraftState | None:
+        """How much of `text` (n,) a proposal runs first, and behind what; None where the text is too long for it."""
         self._place(text)
         seen = text[self.start :]
         if seen.size >= self.decoder.limits.max_length:
-            return 0
-        return seen.size - min(common_prefix(self.decoder.cache.tokens, seen), seen.size - 1)
+            return None
+        fill = min(common_prefix(self.decoder.cache.tokens, seen), seen.size - 1)
+        return DraftState(seen.size - fill, fill)
 
     def _place(self, text: Tokens) -> None:
         """Choose where in `text` (n,) to begin: as before, unless it is another text or too much of it would be new."""

@@ -8,12 +8,13 @@ import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import numpy as np
 
 from draftc.runtime.costs import CostProfile, GraphCosts, MachineId
-from draftc.runtime.decoder import Decoder
+from draftc.runtime.decoder import Decoder, Limits
 from draftc.runtime.errors import UsageError
 from draftc.runtime.ngrams import NgramIndex
 from draftc.runtime.reports import Progress
@@ -23,11 +24,20 @@ __all__ = ["BUDGET_S", "measure_costs"]
 BUDGET_S = 20.0
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 32)  # of a target call
 DRAFT_WIDTHS = (1, 2, 3, 4, 8, 16, 32, 64, 128)  # of a draft call: one, or as many as it lags behind
-FILLS = (128, 1024)  # tokens in the cache; a short buffer has others
+FILLS = (128, 1024, 8192)  # tokens in the cache, as far as a text may become so long, and some way beyond
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 NGRAM_TEXT = 512  # tokens of the text that a lookup is timed in
 
 Cell = tuple[Decoder, int, int]  # (graph, tokens in its cache, tokens of the call)
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """What is measured of a graph: calls of `widths` at `fills`, asking for up to `rows` rows of logits."""
+
+    fills: tuple[int, ...]
+    widths: tuple[int, ...]
+    rows: int
 
 
 def measure_costs(
@@ -38,7 +48,7 @@ def measure_costs(
     budget_s: float = BUDGET_S,
     on_progress: Progress | None = None,
 ) -> CostProfile:
-    """Time calls of every width at two fills, for about `budget_s` seconds (at least three rounds, however long).
+    """Time calls of every width at two or three fills, for about `budget_s` seconds; at least three rounds are made.
 
     What the caches held is overwritten; they are empty afterwards. Raises UsageError for a budget that is not above 0,
     EngineError.
@@ -46,27 +56,27 @@ def measure_costs(
     if not budget_s > 0:
         raise UsageError(f"the budget must be above 0 seconds, got {budget_s}")
     report = on_progress or (lambda what, done: None)
-    axes = {target: _axes(target, WIDTHS)}
+    axes = {target: _axes(target.limits, WIDTHS, target.limits.max_width, rows=target.limits.max_width)}
     if draft is not None:
-        axes[draft] = _axes(draft, DRAFT_WIDTHS)
+        axes[draft] = _axes(draft.limits, DRAFT_WIDTHS, draft.limits.prefill_chunk, rows=1)
     # Target and draft in turns; narrow and wide calls mixed, so that a drift of the machine meets all of them.
-    queues = [[(graph, fill, width) for width in widths for fill in fills] for graph, (fills, widths) in axes.items()]
+    queues = [[(graph, fill, width) for width in own.widths for fill in own.fills] for graph, own in axes.items()]
     placed = [(i / len(queue), cell) for queue in queues for i, cell in enumerate(queue)]
     cells = [cell for _, cell in sorted(placed, key=lambda one: one[0])]
     times: dict[Cell, list[float]] = {cell: [] for cell in cells}
     begin = time.perf_counter()
     try:
-        for graph in axes:  # warm-up: kernels are chosen and scratch memory is taken at the first call of a width
-            for width in axes[graph][1]:
-                _time(graph, 0, width)
+        for graph, own in axes.items():  # kernels are chosen and scratch memory is taken at the first call of a width
+            for width in own.widths:
+                _time(graph, 0, width, own.rows)
         started = time.perf_counter()
         rounds = 0
-        while rounds < LEAST_ROUNDS or rounds < MOST_ROUNDS:
+        while rounds < MOST_ROUNDS:
             now = time.perf_counter()
             if rounds >= LEAST_ROUNDS and now - begin + (now - started) / rounds > budget_s:
                 break
             for i, cell in enumerate(cells):
-                times[cell].append(_time(*cell))
+                times[cell].append(_time(*cell, axes[cell[0]].rows))
                 spent = (time.perf_counter() - begin) / budget_s
                 report("measuring the cost of calls", min(0.99, max(spent, (rounds + i / len(cells)) / MOST_ROUNDS)))
             rounds += 1
@@ -76,9 +86,10 @@ def measure_costs(
     report("measured", 1.0)
 
     def costs(graph: Decoder) -> GraphCosts:
-        fills, widths = axes[graph]
-        medians = [[statistics.median(times[graph, fill, width]) for width in widths] for fill in fills]
-        return GraphCosts(widths=widths, fills=fills, ms=tuple(tuple(round(ms, 4) for ms in row) for row in medians))
+        own = axes[graph]
+        medians = [[statistics.median(times[graph, fill, width]) for width in own.widths] for fill in own.fills]
+        ms = tuple(tuple(round(one, 4) for one in row) for row in medians)
+        return GraphCosts(widths=own.widths, fills=own.fills, ms=ms)
 
     return CostProfile(
         draftc_version=importlib.metadata.version("draftc"),
@@ -91,23 +102,21 @@ def measure_costs(
     )
 
 
-def _axes(graph: Decoder, widths: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(fills, widths) that the graph's buffers and limits allow."""
-    limits = graph.limits
-    widest = min(limits.max_width if widths is WIDTHS else max(limits.prefill_chunk, 1), limits.max_length)
-    fits = tuple(width for width in widths if width <= widest)
-    fills = [min(fill, limits.max_length - widest) for fill in FILLS]
-    if fills[0] == fills[1]:
-        fills[0] //= 2
-    return tuple(sorted(set(fills))), fits
+def _axes(limits: Limits, widths: tuple[int, ...], widest: int, rows: int) -> _Axes:
+    """Those that the graph's buffers and limits allow, calls being of up to `widest` tokens."""
+    widest = min(widest, limits.max_length)
+    longest = limits.max_length - widest
+    fills = {min(fill, longest) for fill in FILLS if fill <= FILLS[1] or longest >= 2 * FILLS[1]}
+    if len(fills) == 1:
+        fills.add(longest // 2)
+    return _Axes(tuple(sorted(fills)), tuple(width for width in widths if width <= widest), rows)
 
 
-def _time(graph: Decoder, fill: int, width: int) -> float:
-    """Milliseconds of one call of `width` tokens at `fill`, with a row of logits for each as verification has them."""
+def _time(graph: Decoder, fill: int, width: int, rows: int) -> float:
+    """Milliseconds of one call of `width` tokens at `fill`, with up to `rows` rows of logits, as the loop asks for."""
     tokens = np.arange(width, dtype=np.int64) % graph.limits.vocab_size
-    rows = min(width, graph.limits.max_width)
     begin = time.perf_counter()
-    graph.engine.forward(tokens, fill, rows)
+    graph.engine.forward(tokens, fill, min(width, rows))
     return (time.perf_counter() - begin) * 1e3
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from draftc.runtime.accept import Proposal
 from draftc.runtime.costs import CostProfile, GraphCosts, MachineId
 from draftc.runtime.decoder import Decoder
-from draftc.runtime.drafter import DraftRule, ModelDrafter
+from draftc.runtime.drafter import DraftRule, DraftState, ModelDrafter
 from draftc.runtime.engine import Tokens
 from draftc.runtime.kvcache import common_prefix
 from draftc.runtime.sampler import Sampler
@@ -80,8 +80,12 @@ class StubModel(ModelDrafter):
         self.runs = 0
         self._known: Tokens = np.empty(0, np.int64)
 
-    def lag(self, text: Tokens) -> int:
-        return text.size - min(common_prefix(self._known, text), text.size - 1)
+    def forget(self) -> None:
+        self._known = self._known[:0]
+
+    def state(self, text: Tokens) -> DraftState:
+        known = min(common_prefix(self._known, text), text.size - 1)
+        return DraftState(text.size - known, known)
 
     def propose(self, text: Tokens, k: int, sampler: Sampler, rule: DraftRule | None = None) -> Proposal:
         assert rule is not None

@@ -12,7 +12,7 @@ from draftc.runtime.accept import Proposal
 from draftc.runtime.adaptive import AdaptiveDrafter
 from draftc.runtime.costs import CostProfile
 from draftc.runtime.decoder import Decoder, Limits
-from draftc.runtime.drafter import ModelDrafter
+from draftc.runtime.drafter import DraftState, ModelDrafter
 from draftc.runtime.engine import Tokens
 from draftc.runtime.sampler import Sampler
 from draftc.runtime.vocabulary import CutVocabulary
@@ -231,6 +231,28 @@ def test_a_later_request_with_another_prompt(lengths: tuple[int, int], window: i
         assert any(proposal.tokens.size for proposal in drafter.proposals)
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, WARPED], ids=["greedy", "sampling"])
+def test_the_same_request_again_is_decided_in_the_same_way(sampling: Sampling) -> None:
+    """Whatever the draft model read meanwhile: another window would give other proposals, and other draws."""
+    model = HashedModel(5, 8)
+    target, _ = fake_decoder(model, 5, max_length=120)
+    near = HashedModel(5, seed=77, spread=0.5, like=model)
+    drafter = auto(costing(1.0), ModelDrafter(fake_decoder(near, 5, max_length=120)[0], window=6))
+    first, other = np.random.default_rng(3).integers(0, 5, (2, 40)).tolist()
+
+    def proposed(prompt: list[int]) -> list[tuple[list[int], list[int]]]:
+        drafter.proposals.clear()
+        run = decode(target, drafter, prompt, Sampler(sampling, prompt, 5, seed=4), 40, 5)
+        return [(proposal.tokens.tolist(), run.tokens) for proposal in drafter.proposals]
+
+    once = proposed(first)
+    assert sum(len(tokens) for tokens, _ in once) > 10
+    for between in ([], [other], [first[:20]]):
+        for prompt in between:
+            proposed(prompt)
+        assert proposed(first) == once
+
+
 @pytest.mark.parametrize("after", [0, 3, 29, 50])
 def test_a_window_on_another_text_begins_anew(after: int) -> None:
     """Where an earlier text was read from says nothing about another one."""
@@ -243,7 +265,7 @@ def test_a_window_on_another_text_begins_anew(after: int) -> None:
         engine.calls.clear()
         text = np.arange(size) % 5 + (0 if size % 2 else 2)
         decoder.cache.clear() if size == 2 else None
-        assert model.lag(text) == min(4, size)
+        assert model.state(text) == DraftState(min(4, size), 0)
         model.propose(text, 1, sampler)
         assert sum(call.width for call in engine.calls) == min(4, size)
         model.propose(tokens(*[8] * 20), 1, sampler)
@@ -282,12 +304,14 @@ def test_the_lag_is_what_a_proposal_runs_first(window: int | None) -> None:
     rng = np.random.default_rng(0)
     text: list[int] = [1]
     for _ in range(40):
-        lag = model.lag(tokens(*text))
+        state = model.state(tokens(*text))
+        assert state is not None
         before = len(engine.calls)
         k = int(rng.integers(1, 4))
         proposed = model.propose(tokens(*text), k, Sampler(GREEDY, [], 4, 0)).tokens.tolist()
         ran = sum(call.width for call in engine.calls[before:])
-        assert 1 <= lag == ran - (len(proposed) - 1)
+        assert 1 <= state.lag == ran - (len(proposed) - 1)
+        assert state.fill == engine.calls[before].start
         kept = int(rng.integers(0, k + 1))
         text = [*text, *proposed[:kept], *rng.integers(0, 4, rng.integers(1, 4)).tolist()]
         if len(text) > 40:
@@ -317,8 +341,8 @@ def test_steps_without_the_draft_model_are_made_up_for() -> None:
 def test_a_draft_whose_context_is_shorter_than_the_text_is_left_alone() -> None:
     decoder, engine = fake_decoder(HashedModel(4, 5), 4, max_length=10, max_width=4)
     model = ModelDrafter(decoder)
-    for size, lag in ((9, 9), (10, 0), (15, 0)):
-        assert model.lag(tokens(*[1] * size)) == lag
+    for size, state in ((9, DraftState(9, 0)), (10, None), (15, None)):
+        assert model.state(tokens(*[1] * size)) == state
     drafter = auto(FLAT, model)
     repeated = tokens(*[1, 2, 3] * 5)
     proposal = drafter.propose(repeated, 4, Sampler(GREEDY, [], 4, 0))

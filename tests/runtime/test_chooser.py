@@ -8,16 +8,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from draftc.runtime.adaptive import AdaptiveDrafter
-from draftc.runtime.chooser import Chooser, DraftPlan, Estimate, best_length
-from draftc.runtime.costs import CostProfile
-from draftc.runtime.drafter import ModelDrafter
+from draftc.runtime.chooser import Chooser, DraftPlan, best_length
+from draftc.runtime.costs import CostProfile, GraphCosts
+from draftc.runtime.drafter import DraftState, ModelDrafter
+from draftc.runtime.engine import Tokens
+from draftc.runtime.estimates import Estimate, Pace
 from draftc.runtime.ngrams import NgramIndex
 from draftc.runtime.sampler import Sampler
 from draftc.runtime.warp import Sampling
 from tests.runtime.cost_fakes import FLAT, LINEAR, StubModel, make_costs, profiles
-from tests.runtime.fakes import Choices, EnumeratingSampler, fake_decoder, fixed, outcomes, tokens
+from tests.runtime.fakes import Call, Choices, EnumeratingSampler, decode, fake_decoder, fixed, outcomes, tokens
 
 WIDEST = 32
 # A draft token costs a good third of what decoding one does: likely ones pay, others don't.
@@ -213,6 +216,43 @@ def test_copies_that_never_hold_are_given_up() -> None:
     assert sum(turn.proposed for turn in pairs) <= len(pairs) / 3
 
 
+# --- what a step is said to cost -------------------------------------------------------------------------------------
+
+
+def test_the_pace_is_that_of_the_calls_that_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft calls that catch up, those after them, and verifications, each at its own width and fill."""
+    target_costs = GraphCosts(widths=(1, 8), fills=(0, 300), ms=((10.0, 12.0), (20.0, 24.0)))
+    draft_costs = GraphCosts(widths=(1, 9), fills=(0, 900), ms=((1.0, 9.0), (3.0, 27.0)))
+    prompt, count, vocab = list(range(60)), 140, 210
+
+    def next_number(text: Tokens) -> NDArray[np.float32]:
+        row: NDArray[np.float32] = 6 * np.eye(vocab, dtype=np.float32)[text[-1] + 1]
+        return row
+
+    target, target_engine = fake_decoder(next_number, vocab, max_length=220, max_width=WIDEST)
+    draft, draft_engine = fake_decoder(next_number, vocab, max_length=220, max_width=WIDEST)
+    target.sync_but(1, tokens(*prompt))
+    target_engine.calls.clear()
+    said, made = [], []
+
+    def cost(graph: GraphCosts, calls: list[Call]) -> float:
+        return sum(graph.curve(call.start, call.width)[call.width] for call in calls)
+
+    def count_step(pace: Pace, new: int, ms: float) -> None:
+        said.append(ms)
+        made.append(cost(target_costs, target_engine.calls) + cost(draft_costs, draft_engine.calls))
+
+    monkeypatch.setattr(Pace, "count", count_step)
+    costs = make_costs(lambda width: 1.0, target=target_costs, draft=draft_costs)
+    drafter = AdaptiveDrafter(costs, ModelDrafter(draft, window=16), (2, 4), WIDEST)
+    run = decode(target, drafter, prompt, Sampler(Sampling(), prompt, vocab, 0), count, WIDEST - 1)
+    assert run.tokens == list(range(60, 200))
+    assert {call.width for call in draft_engine.calls} >= {1, 2, 16}
+
+    assert len(said) > 10
+    assert np.cumsum(said) == pytest.approx(made, rel=0.02)
+
+
 # --- a function of the profile and the tokens ------------------------------------------------------------------------
 
 
@@ -247,10 +287,9 @@ def test_a_request_begins_with_nothing_learnt() -> None:
     script = np.random.default_rng(5).integers(0, 3, 200).tolist()
     another = list(range(200))
     fresh = play(CLOSE, oracle(script), script)
-    drafter = AdaptiveDrafter(CLOSE, oracle(script), (2, 4), WIDEST)
+    model = oracle(script)
+    drafter = AdaptiveDrafter(CLOSE, model, (2, 4), WIDEST)
     for text in (another, script, script):
-        model = oracle(script)
-        drafter._model = model  # one that has read nothing, as the fresh one
         turns = follow(drafter, model, text, 4, WIDEST - 1)
     assert turns == fresh
 
@@ -277,9 +316,9 @@ def test_questions_are_never_about_the_draw(p: list[float], draft_ms: float) -> 
 
     def program(choices: Choices) -> list[int]:
         text = tokens(0, 1, 2, 0)
-        chooser = Chooser(costs, NgramIndex(2, 4), 8, model=True, room=40)
+        chooser = Chooser(costs, NgramIndex(2, 4), 8, room=40)
         chooser.learn(text)
-        plan = chooser.choose(4, 1)
+        plan = chooser.choose(4, DraftState(1, 3))
         if not isinstance(plan, DraftPlan):
             return []
         rule = Recorded(plan)

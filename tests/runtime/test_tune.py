@@ -95,7 +95,17 @@ def test_medians_are_what_calls_cost(clock: Clock) -> None:
     assert costs.target.widths[-1] == 32, "the widest verification"
     assert costs.draft.widths[-1] == 64, "the widest call of a draft that lags behind"
     assert all(rows == min(width, 32) for width, _, rows in engine.calls), "a row for each token, as in verification"
+    assert all(rows == 1 for _, _, rows in draft_engine.calls), "a draft model is asked for its last row"
     assert costs.ngram_ms >= 0
+
+
+@pytest.mark.parametrize(
+    ("max_length", "fills"), [(2048, (128, 1024)), (4096, (128, 1024, 4064)), (32768, (128, 1024, 8192))]
+)
+def test_long_texts_are_measured_far_out(clock: Clock, max_length: int, fills: tuple[int, ...]) -> None:
+    """What costs grow by with the fill is not extrapolated over many times the distance that was measured."""
+    target, _ = timed(clock, verification, max_length=max_length)
+    assert measure_costs(target, None, make_machine()).target.fills == fills
 
 
 def test_a_hiccup_does_not_move_a_median(clock: Clock) -> None:

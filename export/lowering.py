@@ -13,6 +13,7 @@ from onnx_ir.passes import InPlacePass
 from draftc.export.attention import DecomposeAttention
 from draftc.export.fusions import FuseRMSNormalization, FuseRotaryEmbedding
 from draftc.export.group_query import FuseGroupQueryAttention
+from draftc.export.last_rows import SelectRowsEarly
 from draftc.export.packing import PackQueryKeyValue
 from draftc.export.passes import FuseTransposedWeights
 from draftc.runtime.records import BackendName, Device
@@ -23,7 +24,13 @@ Passes = tuple[Callable[[], InPlacePass], ...]
 
 _TENSORRT: Passes = (FuseRMSNormalization, FuseRotaryEmbedding, DecomposeAttention)
 LOWERINGS: dict[tuple[BackendName, Device], Passes] = {
-    ("onnxruntime", "cpu"): (FuseTransposedWeights, FuseGroupQueryAttention, PackQueryKeyValue, FuseRMSNormalization),
+    ("onnxruntime", "cpu"): (
+        FuseTransposedWeights,
+        FuseGroupQueryAttention,
+        PackQueryKeyValue,
+        FuseRMSNormalization,
+        SelectRowsEarly,
+    ),
     ("onnxruntime", "cuda"): (FuseTransposedWeights, partial(DecomposeAttention, softcap_only=True)),
     ("tensorrt-rtx", "cuda"): _TENSORRT,
     ("tensorrt", "cuda"): _TENSORRT,

@@ -13,11 +13,13 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
+from onnx_ir.passes import InPlacePass
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftc.export.capture import Captured, capture
 from draftc.export.fusions import FuseRMSNormalization
 from draftc.export.group_query import FuseGroupQueryAttention
+from draftc.export.last_rows import SelectRowsEarly
 from draftc.export.lowering import LOWERINGS
 
 if TYPE_CHECKING:
@@ -208,11 +210,15 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class Lowered:
-    """How much of a family's two layers ONNX Runtime's passes for the CPU fuse: attentions, rotations inside, norms."""
+    """How much of a family's two layers ONNX Runtime's passes for the CPU rewrite.
+
+    Attentions, rotations inside them, norms, and products that only the rows go through whose logits are asked for.
+    """
 
     attentions: int = 2
     rotations: int = 2
     norms: int = 5
+    products: int = 4
 
 
 # Where a number is below the number of layers, or a norm is none of the root of a mean square, the comment says why.
@@ -224,28 +230,29 @@ LOWERED = {
     "gemma": Lowered(),
     "gemma2": Lowered(norms=9),
     "gemma3_text": Lowered(norms=13),
-    "phi3": Lowered(),
-    "phi": Lowered(rotations=0, norms=0),  # 8 of 16 channels are rotated: the kernel wants 16; layer norms
-    "gpt2": Lowered(rotations=0, norms=0),  # learned positions; layer norms
-    "opt": Lowered(rotations=0, norms=0),  # learned positions; layer norms
-    "gpt_neox": Lowered(rotations=0, norms=0),  # 4 of 16 channels; layer norms
+    "phi3": Lowered(products=3),  # gate and up are one
+    "phi": Lowered(rotations=0, norms=0, products=3),  # 8 of 16 channels are rotated: the kernel wants 16; layer norms
+    "gpt2": Lowered(rotations=0, norms=0, products=0),  # learned positions; layer norms; rows of all texts in one axis
+    "opt": Lowered(rotations=0, norms=0, products=1),  # as gpt2, but for a projection in front of the head
+    "gpt_neox": Lowered(rotations=0, norms=0, products=3),  # 4 of 16 channels; layer norms; no gate
     "olmo2": Lowered(norms=9),
     "olmo3": Lowered(norms=9),
     "smollm3": Lowered(rotations=1),  # one layer has no positions
     "granite": Lowered(),
-    "starcoder2": Lowered(norms=0),  # layer norms
+    "starcoder2": Lowered(norms=0, products=3),  # layer norms; no gate
     "cohere": Lowered(norms=3),  # those of queries and keys have a weight for each head
     "cohere2": Lowered(rotations=1, norms=3),  # full attention has no positions
     "stablelm": Lowered(rotations=0, norms=0),  # 4 of 16 channels; layer norms
-    "gptj": Lowered(norms=0),  # layer norms
-    "nemotron": Lowered(rotations=0, norms=0),  # 8 of 16 channels; layer norms
+    "gptj": Lowered(norms=0, products=3),  # layer norms; no gate
+    "nemotron": Lowered(rotations=0, norms=0, products=3),  # 8 of 16 channels; layer norms; no gate
     "exaone4": Lowered(rotations=1, norms=9),  # full attention has no positions
-    "glm4": Lowered(norms=9),
+    "glm4": Lowered(norms=9, products=3),  # gate and up are one
     "ministral3": Lowered(rotations=0),  # queries are scaled by position, keys are not
     "helium": Lowered(),
-    "deepseek_v3": Lowered(attentions=0, rotations=0, norms=9),  # keys and values are computed from what is cached
-    "qwen3_moe": Lowered(norms=9),
-    "mixtral": Lowered(),
+    # Keys and values are computed from what is cached; experts that are shared are ordinary products.
+    "deepseek_v3": Lowered(attentions=0, rotations=0, norms=9, products=3),
+    "qwen3_moe": Lowered(norms=9, products=0),  # a router mixes rows of all texts
+    "mixtral": Lowered(products=0),  # a router mixes rows of all texts
 }
 
 
@@ -298,14 +305,14 @@ def capture_tiny(model: PreTrainedModel, folder: Path, max_length: int = MAX_LEN
 def lower_tiny(captured: Captured) -> tuple[Path, Lowered]:
     """The graph as ONNX Runtime on the CPU gets it, beside the captured one, and what the passes say of it."""
     graph = ir.load(captured.path)
-    attention, norms = FuseGroupQueryAttention(), FuseRMSNormalization()
-    counting = {type(attention): attention, type(norms): norms}
+    attention, norms, rows = FuseGroupQueryAttention(), FuseRMSNormalization(), SelectRowsEarly()
+    counting: dict[type, InPlacePass] = {type(one): one for one in (attention, norms, rows)}
     for make in LOWERINGS["onnxruntime", "cpu"]:
         rewrite = make()
         counting.get(type(rewrite), rewrite)(graph)
     path = captured.path.with_name("lowered.onnx")
     ir.save(graph, path)  # refers to the captured graph's weight file
-    return path, Lowered(attention.fused, attention.rotary, norms.fused)
+    return path, Lowered(attention.fused, attention.rotary, norms.fused, rows.moved)
 
 
 def rewind_run(runner: "GraphRunner", tokens: NDArray[np.int64]) -> Iterator[tuple[range, NDArray[np.float32]]]:

@@ -44,6 +44,7 @@ from peer_document import (
 )
 from peer_prompts import CLASSES, BenchPrompt, PromptError, build_prompts, read_lines, read_list
 from peer_report import Record
+from script_arguments import at_least
 
 from draftc.runtime.machine import processor
 
@@ -83,16 +84,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     prompts.add_argument("--mt-bench", type=Path, metavar="FILE", help="question.jsonl of MT-Bench, for the class W")
     prompts.add_argument("--prompts", type=Path, default=Path(__file__).with_name("bench_prompts.json"), metavar="FILE")
     prompts.add_argument("--classes", default="H,E,W", help="of H, E and W (all)")
-    prompts.add_argument("--count", type=int, metavar="N", help="only the first N prompts of each class")
-    prompts.add_argument("--skip", type=int, default=0, metavar="N", help="without the first N of each class (0)")
+    prompts.add_argument("--count", type=at_least(1), metavar="N", help="only the first N prompts of each class")
+    prompts.add_argument(
+        "--skip", type=at_least(0), default=0, metavar="N", help="without the first N of each class (0)"
+    )
     what = parser.add_argument_group("what runs")
     what.add_argument("--systems", default="", help="names or patterns, as draftc,genai-* (all but transformers)")
     what.add_argument("--modes", default="", help="kinds, of plain, default, ngram and draft (all)")
     what.add_argument("--add", action="append", default=[], metavar="SYSTEM:MODE", help="one more setting")
-    what.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every system (all CPUs)")
-    what.add_argument("--max-new-tokens", type=int, default=128)
+    what.add_argument("--threads", type=at_least(1), default=os.cpu_count() or 1, help="of every system (all CPUs)")
+    what.add_argument("--max-new-tokens", type=at_least(1), default=128)
     what.add_argument("--ignore-eos", action="store_true", help="do not stop at the model's end tokens")
-    what.add_argument("--repeats", type=int, default=1, help="rounds of each prompt; figures are medians (1)")
+    what.add_argument("--repeats", type=at_least(1), default=1, help="rounds of each prompt; figures are medians (1)")
     what.add_argument("--memory", type=float, metavar="GIB", help="for all processes of a group (free memory - 2 GiB)")
     what.add_argument(
         "--pause", type=float, default=0.2, metavar="S", help="between two runs, for threads to calm (0.2)"
@@ -106,11 +109,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.merge and options.bundle is None:
         parser.error("--bundle is needed: name draftc's bundle")
-    for name in ("threads", "max_new_tokens", "repeats"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
-    if options.skip < 0 or (options.count is not None and options.count < 1):
-        parser.error("--skip must be 0 or more and --count 1 or more")
     if not 0 <= options.pause < math.inf:
         parser.error("--pause must be 0 seconds or more")
     if not set(options.classes.split(",")) <= set(CLASSES):

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from script_arguments import at_least
 
 import draftc.runtime as draftc
 from draftc.runtime.drafter import ModelDrafter
@@ -24,29 +25,46 @@ from draftc.runtime.machine import physical_cores, processor
 from draftc.runtime.prompts import builtin_prompts
 
 DRAFT_CALLS, WIDTH = 3, 4
+BLOCKS = 3  # of rounds
 SETTINGS = {"greedy": {"temperature": 0.0}, "T 0.8, top-p 0.95": {"temperature": 0.8, "top_p": 0.95, "top_k": 0}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--fill", type=int, default=256, help="tokens in the caches")
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--rounds", type=at_least(BLOCKS), default=30)
+    parser.add_argument("--fill", type=at_least(0), default=256, help="tokens in the caches")
+    parser.add_argument("--threads", type=at_least(1))
     asked = parser.parse_args()
     try:
         with draftc.open(asked.out, threads=asked.threads, tune=False, check_hashes=False) as session:
-            print(f"{session.manifest.name}: {processor()}, {physical_cores()} cores, medians of {asked.rounds}")
-            if "draft_model" not in session.drafters:
-                raise DraftcError(f"{asked.out} has no draft model: name a bundle of two models")
-            report_turns(session, asked.rounds, asked.fill)
+            check(session, asked)
+            each = asked.rounds // BLOCKS
+            rounds = f"medians of {BLOCKS * each}"
+            print(f"{session.manifest.name}: {processor()}, {physical_cores()} cores, {rounds}")
+            report_turns(session, each, asked.fill)
             report_steps(session)
     except DraftcError as error:
         print(f"bench_steps: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def report_turns(session: draftc.Session, rounds: int, fill: int) -> None:
+def check(session: draftc.Session, asked: argparse.Namespace) -> None:
+    """Raise DraftcError unless the bundle allows the calls that are measured."""
+    manifest = session.manifest
+    if "draft_model" not in session.drafters:
+        raise DraftcError(f"{asked.out} has no draft model: name a bundle of two models")
+    if manifest.max_width < WIDTH:
+        raise DraftcError(
+            f"{asked.out} verifies {manifest.max_width} tokens, {WIDTH} are needed: compile with a larger --max-width"
+        )
+    if asked.fill + WIDTH > manifest.max_length:
+        most = manifest.max_length - WIDTH
+        raise DraftcError(f"--fill {asked.fill} is more than {asked.out} has room for: give {most} or less")
+
+
+def report_turns(session: draftc.Session, each: int, fill: int) -> None:
+    """`each`: rounds of a block."""
     drafter = session.drafters["draft_model"]
     assert isinstance(drafter, ModelDrafter)
     draft, target = drafter.decoder.engine, session.target.engine
@@ -65,12 +83,12 @@ def report_turns(session: draftc.Session, rounds: int, fill: int) -> None:
 
     alone: dict[str, list[float]] = {"draft": [], "target": []}
     turns: list[float] = []
-    for _ in range(3):  # a third of the rounds in each block, so that a drift of the machine meets all three
+    for _ in range(BLOCKS):  # a third of the rounds in each block, so that a drift of the machine meets all three
         for name, run in (("draft", drafted), ("target", verified)):
             run()
-            alone[name] += [run() for _ in range(rounds // 3)]
+            alone[name] += [run() for _ in range(each)]
         drafted(), verified()
-        turns += [drafted() + verified() for _ in range(rounds // 3)]
+        turns += [drafted() + verified() for _ in range(each)]
     parts = {name: statistics.median(times) for name, times in alone.items()}
     ms = [1e3 * seconds for seconds in (parts["draft"], parts["target"], statistics.median(turns))]
     print(
@@ -91,6 +109,8 @@ def report_steps(session: draftc.Session) -> None:
             ).stats
             if stats.engine_s > 0:
                 ratios.append(stats.decode_s / stats.engine_s)
+        if not ratios:
+            raise DraftcError("every answer ended with its first token: there is no step to measure on this bundle")
         print(f"step at K = 3, {name}: {statistics.median(ratios):.3f}x its engine calls")
 
 

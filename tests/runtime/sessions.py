@@ -77,7 +77,7 @@ def make_manifest(spec: GraphSpec, vocab_size: int, *, method: str = "draft_mode
         backend=Backend(name="onnxruntime", version="1.32.0", opset=24),
         precision="fp32",
         num_speculative_tokens=k,
-        max_length=MAX_LENGTH,
+        max_length=spec.buffer_length - MAX_WIDTH,
         max_width=MAX_WIDTH,
         prefill_chunk=PREFILL_CHUNK,
         vocab_size=vocab_size,

@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 
 import draftc.runtime as draftc
-from draftc.runtime.bundle import list_files, sha256_files
 from draftc.runtime.costs import parse_costs
 from draftc.runtime.engine import Logits, Tokens
 from draftc.runtime.errors import BackendUnavailableError, BundleError, DraftcWarning, ResourceError, UsageError
-from draftc.runtime.graphio import GraphSpec
-from draftc.runtime.manifest import MANIFEST_NAME, PROFILE_NAME, FileEntry, to_json
+from draftc.runtime.manifest import MANIFEST_NAME, PROFILE_NAME
 from draftc.runtime.ort import OrtEngine
 from draftc.runtime.profiles import write_profile
 from draftc.runtime.sampler import Sampler
@@ -27,23 +25,11 @@ from draftc.runtime.warp import Sampling
 from tests.runtime.cli_fakes import Draftc, one_line
 from tests.runtime.fake_ort_gpu import Copy, install
 from tests.runtime.fakes import tokens
-from tests.runtime.sessions import MAX_LENGTH, MAX_WIDTH, make_manifest
-from tests.runtime.tiny_model import DIM, TinyModel
+from tests.runtime.sessions import MAX_LENGTH
+from tests.runtime.tiny_bundle import LENGTH, write_bundle, write_manifest
+from tests.runtime.tiny_model import TinyModel
 
-LENGTH = MAX_LENGTH + MAX_WIDTH
 PROMPT = "the quick brown fox"
-
-
-def write_manifest(root: Path, tokenizer: Tokenizer, **fields: Any) -> None:
-    spec = GraphSpec.decoder([(1, DIM, DIM)], LENGTH, tokenizer.vocab_size, "float32")
-    sizes = list_files(root, ["target", "draft", "tokenizer"])
-    digests = sha256_files(root, [*sizes])
-    files = tuple(
-        FileEntry(path=path, size=size, sha256=digest)
-        for (path, size), digest in zip(sizes.items(), digests, strict=True)
-    )
-    manifest = make_manifest(spec, tokenizer.vocab_size, **fields)
-    (root / MANIFEST_NAME).write_text(to_json(replace(manifest, files=files)), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +39,7 @@ def target(byte_level_folder: Path) -> TinyModel:
 
 @pytest.fixture
 def bundle(tmp_path: Path, byte_level_folder: Path, target: TinyModel) -> Path:
-    root = tmp_path / "bundle"
-    shutil.copytree(byte_level_folder, root / "tokenizer")
-    for folder, model in (("target", target), ("draft", TinyModel(LENGTH, target.vocab, noise=0.2))):
-        (root / folder).mkdir()
-        model.save(root / folder / "model.onnx")
-    write_manifest(root, Tokenizer.from_folder(byte_level_folder))
-    return root
+    return write_bundle(tmp_path / "bundle", byte_level_folder, target)
 
 
 def addresses(session: Session) -> Iterator[dict[str, int]]:

@@ -3,7 +3,8 @@
 
 Every system gets the same weights: `folders` writes them with draftc's own reader (dequantised to float32, a head that
 is stored twice tied again), and each builder rounds them to int4 in its own way. llama.cpp reads the GGUFs themselves.
-Each step runs in the environment of its system; a folder that is there already is left as it is.
+Each step runs in the environment of its system. A folder that is there already is left as it is: in its source.json
+stands which files it was made from, and where those are other ones now, nothing is made.
 
     python scripts/prepare_peers.py folders  --target T.gguf --draft D.gguf --out peers     # where draftc[export] is
     python scripts/prepare_peers.py genai    --out peers                                    # onnxruntime-genai
@@ -34,60 +35,140 @@ openvino-g32-target, openvino-g32-draft (and g128). A pair shares its files with
 """
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from script_arguments import at_least
+
 ROLES = ("target", "draft")
+SOURCE_NAME = "source.json"
+
+Sources = dict[str, dict[str, Any]]  # of each role in a folder: path, size and sha256 of the GGUF
 
 
-def main() -> int:
+class PrepareError(Exception):
+    """A folder cannot be made, or is not what it should be; the message is one line with the way out."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """`work` fills `folder` with what is made from `sources`."""
+
+    folder: Path
+    sources: Sources
+    work: Callable[[Path], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=("folders", "genai", "openvino"))
     parser.add_argument("--target", type=Path, metavar="GGUF", help="for the step folders")
     parser.add_argument("--draft", type=Path, metavar="GGUF", help="for the step folders")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--blocks", type=int, nargs="+", default=[32, 128], help="int4 block sizes (32 128)")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.step == "folders":
-        if options.target is None or options.draft is None:
-            parser.error("the step folders needs --target and --draft: name the two .gguf files")
-        for role, source in zip(ROLES, (options.target, options.draft), strict=True):
-            make(options.out / f"hf-{role}", lambda folder, source=source: write_folder(source, folder))
-        return 0
-    for role in ROLES:
-        if not (options.out / f"hf-{role}").is_dir():
-            parser.error(f"{options.out}/hf-{role} is missing: run the step folders first")
-    for block in options.blocks:
-        for role in ROLES:
-            source = options.out / f"hf-{role}"
-            if options.step == "genai":
-                name, work = f"genai-b{block}-{role}", build_genai
+    parser.add_argument("--blocks", type=at_least(1), nargs="+", default=[32, 128], help="int4 block sizes (32 128)")
+    options = parser.parse_args(arguments)
+    if options.step == "folders" and None in (options.target, options.draft):
+        parser.error("the step folders needs --target and --draft: name the two .gguf files")
+    try:
+        steps = plan(options)
+        there = {step.folder for step in steps if is_made(step)}  # all are looked at before any is made
+        options.out.mkdir(parents=True, exist_ok=True)
+        for step in steps:
+            if step.folder in there:
+                print(f"{step.folder}: there already")
             else:
-                name, work = f"openvino-g{block}-{role}", export_openvino
-            make(options.out / name, lambda folder, source=source, block=block, work=work: work(source, folder, block))
-        if options.step == "genai":
-            pair = [options.out / f"genai-b{block}-{role}" for role in ROLES]
-            make(options.out / f"genai-b{block}-pair", lambda folder, pair=pair: join(*pair, folder))
+                make(step)
+    except (PrepareError, subprocess.CalledProcessError, ImportError, OSError) as error:
+        print(f"prepare_peers: {explain(error)}", file=sys.stderr)
+        return 2
     return 0
 
 
-def make(folder: Path, work: Any) -> None:
-    """Let `work` fill `folder`; what an earlier run finished stays."""
-    if folder.is_dir():
-        print(f"{folder}: there already")
-        return
-    with replacing(folder) as temporary:
-        work(temporary)
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    print(f"{folder}: {size / 2**20:,.0f} MiB", flush=True)
+def explain(error: Exception) -> str:
+    """One line: what is wrong, and where it can be, the way out."""
+    text = " ".join(str(error).split())
+    match error:
+        case subprocess.CalledProcessError():
+            return f"{' '.join(map(str, error.cmd[1:3]))} ended with {error.returncode}: see above what it printed"
+        case ImportError():
+            return f"{text}: run this step where its packages are (see --help)"
+        case OSError() if error.filename is not None:
+            return f"{error.filename}: {error.strerror}"
+    return text
+
+
+def plan(options: argparse.Namespace) -> list[Step]:
+    """The folders of the step that was asked for, in the order in which they are made. Raises PrepareError."""
+    floats = {role: options.out / f"hf-{role}" for role in ROLES}
+    if options.step == "folders":
+        ggufs = {role: getattr(options, role) for role in ROLES}
+        return [Step(floats[role], {role: describe(ggufs[role])}, partial(write_folder, ggufs[role])) for role in ROLES]
+    sources: Sources = {}
+    for role, folder in floats.items():
+        if not folder.is_dir():
+            raise PrepareError(f"{folder} is missing: run the step folders first")
+        sources |= recorded(folder, [role])
+    name, work = ("genai-b", build_genai) if options.step == "genai" else ("openvino-g", export_openvino)
+    steps = []
+    for block in options.blocks:
+        made = {role: options.out / f"{name}{block}-{role}" for role in ROLES}
+        steps += [Step(made[role], {role: sources[role]}, partial(work, floats[role], block=block)) for role in ROLES]
+        if options.step == "genai":
+            steps.append(
+                Step(options.out / f"{name}{block}-pair", sources, partial(join, made["target"], made["draft"]))
+            )
+    return steps
+
+
+def describe(gguf: Path) -> dict[str, Any]:
+    """Raises PrepareError for a file that cannot be read."""
+    try:
+        with gguf.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"path": str(gguf.resolve()), "size": gguf.stat().st_size, "sha256": digest}
+    except OSError as error:
+        raise PrepareError(f"{gguf}: cannot be read ({error.strerror}): name a .gguf file") from error
+
+
+def recorded(folder: Path, roles: Iterable[str]) -> Sources:
+    """What `folder` was made from. Raises PrepareError where it does not say so of all `roles`."""
+    try:
+        found = json.loads((folder / SOURCE_NAME).read_text(encoding="utf-8"))
+        return {role: {name: found[role][name] for name in ("path", "size", "sha256")} for role in roles}
+    except (OSError, ValueError, KeyError, TypeError):
+        message = f"{folder} does not say in a {SOURCE_NAME} what it was made from: remove it, and run this again"
+        raise PrepareError(message) from None
+
+
+def is_made(step: Step) -> bool:
+    """Whether an earlier run made the folder, from the same bytes. Raises PrepareError where it is of others."""
+    if not step.folder.is_dir():
+        return False
+    for role, was in recorded(step.folder, step.sources).items():
+        now = step.sources[role]
+        if (was["size"], was["sha256"]) != (now["size"], now["sha256"]):
+            cause = f"{step.folder} was made from {was['path']}, and {role} is {now['path']} now"
+            raise PrepareError(f"{cause}: remove it, or give another --out")
+    return True
+
+
+def make(step: Step) -> None:
+    """Let the step fill its folder, and record from what."""
+    with replacing(step.folder) as temporary:
+        step.work(temporary)
+        (temporary / SOURCE_NAME).write_text(json.dumps(step.sources, indent=2) + "\n", encoding="utf-8")
+    size = sum(file.stat().st_size for file in step.folder.rglob("*") if file.is_file())
+    print(f"{step.folder}: {size / 2**20:,.0f} MiB", flush=True)
 
 
 @contextmanager
@@ -101,10 +182,14 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def write_folder(source: Path, folder: Path) -> None:
-    """The checkpoint as draftc reads it: config, float32 safetensors, tokenizer, end ids."""
+    """The checkpoint as draftc reads it: config, float32 safetensors, tokenizer, end ids. Raises PrepareError."""
     from draftc.export import checkpoint
+    from draftc.runtime.errors import DraftcError
 
-    loaded = checkpoint.load(checkpoint.resolve(str(source)))
+    try:
+        loaded = checkpoint.load(checkpoint.resolve(str(source)))
+    except DraftcError as error:
+        raise PrepareError(str(error)) from error
     loaded.model.generation_config = loaded.info.generation_config
     loaded.model.save_pretrained(folder)
     loaded.info.tokenizer.save_pretrained(folder)
@@ -117,8 +202,10 @@ def build_genai(source: Path, folder: Path, block: int) -> None:
     cache = folder.with_name(folder.name + ".cache")
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
     command += ["-i", str(source), "-o", str(folder), "-p", "int4", "-e", "cpu", "-c", str(cache)]
-    subprocess.run([*command, "--extra_options", *extra], check=True)
-    shutil.rmtree(cache, ignore_errors=True)
+    try:
+        subprocess.run([*command, "--extra_options", *extra], check=True)
+    finally:
+        shutil.rmtree(cache, ignore_errors=True)
 
 
 def join(target: Path, draft: Path, folder: Path) -> None:
@@ -136,7 +223,7 @@ def join(target: Path, draft: Path, folder: Path) -> None:
     # A rejected proposal is cut off the cache, which a shared buffer does not allow there.
     config["search"]["past_present_share_buffer"] = False
     for file in target.iterdir():
-        if file.is_file() and ".onnx" not in file.name and file.name != "genai_config.json":
+        if file.is_file() and ".onnx" not in file.name and file.name not in ("genai_config.json", SOURCE_NAME):
             shutil.copy(file, folder)
     (folder / "genai_config.json").write_text(json.dumps(config, indent=2))
 

@@ -16,7 +16,7 @@ from draftc.runtime.engine import Engine
 from draftc.runtime.errors import DraftcWarning, UsageError
 from draftc.runtime.machine import physical_cores
 from draftc.runtime.manifest import Model
-from draftc.runtime.profiles import find_profile, keep_profile, machine_id
+from draftc.runtime.profiles import find_profile, keep_profile, kept_profile, machine_id, measuring
 from draftc.runtime.reports import Progress
 from draftc.runtime.session import Session
 from draftc.runtime.text import Tokenizer
@@ -112,8 +112,11 @@ def open_session(
             machine = machine_id(manifest, options)
             costs = find_profile(bundle.root, machine)
             if costs is None and tune:
-                costs = measure_costs(target, draft, machine, on_progress=on_progress)
-                keep_profile(costs)
+                with measuring(machine):
+                    costs = kept_profile(machine)  # another process may have been at it
+                    if costs is None:
+                        costs = measure_costs(target, draft, machine, on_progress=on_progress)
+                        keep_profile(costs)
         if costs is not None:
             drafters[AdaptiveDrafter.method] = AdaptiveDrafter.of(manifest, costs, model)
         session = Session(manifest, tokenizer, target, drafters, loops, options, costs)

@@ -1,9 +1,11 @@
 """Which `profile.json` fits a session: the bundle's own, or the one that this user's cache keeps for the machine."""
 
+import contextlib
 import os
+import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from draftc.runtime.costs import CostProfile, MachineId, fingerprint_graphs, parse_costs, to_json
@@ -13,7 +15,10 @@ from draftc.runtime.folders import cache_folder
 from draftc.runtime.machine import backend_version, physical_cores, processor
 from draftc.runtime.manifest import PROFILE_NAME, Manifest
 
-__all__ = ["find_profile", "keep_profile", "machine_id", "write_profile"]
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["find_profile", "keep_profile", "kept_profile", "machine_id", "measuring", "write_profile"]
 
 MAX_BYTES = 1 << 20
 
@@ -47,14 +52,35 @@ def find_profile(root: Path, machine: MachineId) -> CostProfile | None:
             if not difference:
                 return costs
             _note(f"{own} is ignored, it was measured elsewhere ({difference}): `draftc tune` measures anew")
+    return kept_profile(machine)
+
+
+def kept_profile(machine: MachineId) -> CostProfile | None:
+    """The one in this user's cache, if it can be read and fits; it would be written again."""
     kept = _cached(machine)
-    if kept is not None and kept.is_file():
-        try:
-            costs = _read(kept)
-        except DraftcError:
-            return None  # it will be written again
-        return costs if not costs.machine.differs(machine) else None
-    return None
+    if kept is None or not os.path.isfile(kept):  # Path.is_file raises where the folder may not be entered
+        return None
+    try:
+        costs = _read(kept)
+    except DraftcError:
+        return None
+    return costs if not costs.machine.differs(machine) else None
+
+
+@contextlib.contextmanager
+def measuring(machine: MachineId) -> Iterator[None]:
+    """Keep other processes of this user from measuring the same meanwhile: both would measure each other.
+
+    Where the cache cannot be written, or the system has no such locks, nothing is kept from anybody.
+    """
+    with contextlib.ExitStack() as stack:
+        path = _cached(machine)
+        if path is not None and sys.platform != "win32":
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(path.with_suffix(".lock").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        yield
 
 
 def keep_profile(costs: CostProfile) -> None:

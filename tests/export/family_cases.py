@@ -20,7 +20,8 @@ from draftc.export.capture import Captured, capture
 from draftc.export.fusions import FuseRMSNormalization
 from draftc.export.group_query import FuseGroupQueryAttention
 from draftc.export.last_rows import SelectRowsEarly
-from draftc.export.lowering import LOWERINGS
+from draftc.export.lowering import LOWERINGS, lower
+from draftc.export.quantize import QuantizationScheme, QuantizeWeights
 
 if TYPE_CHECKING:
     from tests.export.conftest import GraphRunner
@@ -313,6 +314,16 @@ def lower_tiny(captured: Captured) -> tuple[Path, Lowered]:
     path = captured.path.with_name("lowered.onnx")
     ir.save(graph, path)  # refers to the captured graph's weight file
     return path, Lowered(attention.fused, attention.rotary, norms.fused, rows.moved)
+
+
+def quantize_tiny(captured: Captured) -> tuple[Path, Path]:
+    """The graph with weights of 4 bits that are multiplied in float32, as it is and lowered."""
+    graph = ir.load(captured.path)
+    QuantizeWeights(QuantizationScheme(4, 32, symmetric=False, accuracy_level=0))(graph)
+    paths = captured.path.with_name("int4.onnx"), captured.path.with_name("int4-lowered.onnx")
+    ir.save(graph, paths[0], external_data="int4.data")
+    ir.save(lower(graph, "onnxruntime", "cpu"), paths[1], external_data="int4-lowered.data")
+    return paths
 
 
 def rewind_run(runner: "GraphRunner", tokens: NDArray[np.int64]) -> Iterator[tuple[range, NDArray[np.float32]]]:

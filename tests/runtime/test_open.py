@@ -1,18 +1,23 @@
 """`draftc.runtime.open` on a bundle of two tiny graphs: the whole runtime, with its real engine."""
 
+import itertools
 import shutil
+import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import numpy as np
 import pytest
 
 import draftc.runtime as draftc
-from draftc.runtime.costs import parse_costs
+from draftc.runtime.costs import CostProfile, parse_costs
 from draftc.runtime.engine import Logits, Tokens
 from draftc.runtime.errors import BackendUnavailableError, BundleError, DraftcWarning, ResourceError, UsageError
 from draftc.runtime.manifest import MANIFEST_NAME, PROFILE_NAME
@@ -21,6 +26,7 @@ from draftc.runtime.profiles import write_profile
 from draftc.runtime.sampler import Sampler
 from draftc.runtime.session import Session
 from draftc.runtime.text import Tokenizer
+from draftc.runtime.tune import measure_costs
 from draftc.runtime.warp import Sampling
 from tests.runtime.cli_fakes import Draftc, one_line
 from tests.runtime.fake_ort_gpu import Copy, install
@@ -144,7 +150,7 @@ def test_the_first_use_measures_and_later_ones_know(
         assert text == session.generate(PROMPT, max_new_tokens=20, ignore_eos=True, method="plain").token_ids
         measured = session.costs
     assert said[-1] == 1.0
-    (kept,) = (own_cache / "draftc" / "profiles").iterdir()
+    (kept,) = (own_cache / "draftc" / "profiles").glob("*.json")
     assert parse_costs(kept.read_text(encoding="utf-8")) == measured
     monkeypatch.setattr("draftc.runtime.opening.measure_costs", lambda *_, **__: pytest.fail("measured again"))
     for tune in (True, False):
@@ -153,6 +159,31 @@ def test_the_first_use_measures_and_later_ones_know(
             assert session.default_method == "auto"
     with draftc.open(bundle, threads=2, tune=False) as session:  # which would be a profile of its own
         assert session.costs is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no flock: two processes may measure at once there")
+def test_of_two_that_open_at_once_one_measures(bundle: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    asked, both_asked, measured = itertools.count(1), threading.Event(), []
+
+    def flock(file: IO[str], operation: int) -> None:
+        if next(asked) == 2:
+            both_asked.set()
+        fcntl.flock(file, operation)
+
+    def measure(*arguments: Any, **options: Any) -> CostProfile:
+        assert both_asked.wait(60), "the other one would not have waited"
+        measured.append(measure_costs(*arguments, **options))
+        return measured[-1]
+
+    monkeypatch.setattr("draftc.runtime.profiles.fcntl", SimpleNamespace(flock=flock, LOCK_EX=fcntl.LOCK_EX))
+    monkeypatch.setattr("draftc.runtime.opening.measure_costs", measure)
+    with ThreadPoolExecutor() as pool:
+        sessions = list(pool.map(lambda _: draftc.open(bundle, threads=1), range(2)))
+    assert [session.costs for session in sessions] == measured * 2
+    for session in sessions:
+        session.close()
 
 
 def test_without_a_profile_the_bundles_method_drafts(bundle: Path, own_cache: Path) -> None:

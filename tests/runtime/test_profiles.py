@@ -1,18 +1,20 @@
 """Which profile.json is used, which is ignored and how that is said; and that writing one does no harm."""
 
+import errno
 import json
 import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draftc.runtime.costs import CostProfile, to_json
 from draftc.runtime.errors import DraftcWarning, UsageError
 from draftc.runtime.manifest import PROFILE_NAME
-from draftc.runtime.profiles import find_profile, keep_profile, write_profile
+from draftc.runtime.profiles import find_profile, keep_profile, kept_profile, measuring, write_profile
 from tests.runtime.cost_fakes import FLAT, LINEAR, make_machine
 from tests.runtime.test_costs import DIFFERENCES
 
@@ -134,6 +136,31 @@ def test_a_cache_that_cannot_be_written_does_no_harm(root: Path, cache: Path, bl
     keep_profile(FLAT)
     assert quietly(root) is None
     assert path.read_text(encoding="utf-8") == "in the way"
+
+
+def test_a_cache_that_may_not_be_entered_does_no_harm(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has another's HOME."""
+    stat = os.stat
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(cache)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, *arguments, **options)
+
+    monkeypatch.setattr("os.stat", refuse)
+    assert quietly(root) is None
+    assert kept_profile(MACHINE) is None
+
+
+@pytest.mark.parametrize("blocked", ["draftc", "draftc/profiles"])
+def test_where_nothing_can_be_locked_it_is_measured_all_the_same(cache: Path, blocked: str) -> None:
+    path = cache / blocked
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("in the way", encoding="utf-8")
+    done = False
+    with measuring(MACHINE):
+        done = True
+    assert done
 
 
 def test_without_a_home_nothing_is_kept(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import gc
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -103,7 +104,7 @@ def build_model(
 
     judge = Judge(role, info, limits, tokens, options, reporter, None if kept is None else kept.token_ids)
     graph = captured.path.with_name("lowered.onnx")  # refers to the captured graph's weight file
-    ir.save(lower(ir.load(captured.path), options.backend, options.device), graph)
+    ir.save(lower(ir.load(captured.path), options.backend, options.device, partial(_note, role, reporter)), graph)
     logits, reports = judge.capture(graph, captured.spec, expected)
     del expected
     quantization = None
@@ -137,6 +138,10 @@ def build_model(
         spec=spec,
     )
     return Built(model, reports)
+
+
+def _note(role: Role, reporter: Reporter, message: str) -> None:
+    reporter.note(f"{role}: {message}")
 
 
 def _capture(role: Role, checkpoint: Checkpoint, limits: Limits, work: Path, reporter: Reporter) -> Captured:

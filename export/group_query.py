@@ -153,13 +153,13 @@ def _layer(graph: ir.Graph, node: ir.Node) -> "_Layer | str":
         return "it is not in float32"
     heads, size = queries[0], queries[2]
     kv_heads, length, width = keys
-    if keys != values or width != size or None in (heads, kv_heads, length, size):
+    if heads is None or kv_heads is None or length is None or size is None:
+        return "its sizes are not known"
+    if keys != values or width != size:
         return "keys and values differ in width"
-    assert heads is not None
-    assert kv_heads is not None
-    assert length is not None
-    assert size is not None
-    if size % 8 or heads % kv_heads:
+    if heads % kv_heads:
+        return f"{heads} heads do not share {kv_heads} evenly"
+    if size % 8:
         return f"the kernel takes no heads of {size}"
     return _Layer(node, query, (scatters[0], scatters[1]), heads, kv_heads, size, length)
 

@@ -37,8 +37,14 @@ LOWERINGS: dict[tuple[BackendName, Device], Passes] = {
 }
 
 
-def lower(model: ir.Model, backend: BackendName, device: Device) -> ir.Model:
-    """Apply the passes of a backend on a device to `model`, in place."""
+def lower(
+    model: ir.Model, backend: BackendName, device: Device, note: Callable[[str], None] = lambda message: None
+) -> ir.Model:
+    """Apply the passes of a backend on a device to `model`, in place. `note` is told what stays slower than need be."""
     for make in LOWERINGS[backend, device]:
-        make()(model)
+        rewrite = make()
+        rewrite(model)
+        if isinstance(rewrite, FuseGroupQueryAttention) and rewrite.left:
+            reasons = "; ".join(sorted(set(rewrite.left)))
+            note(f"{len(rewrite.left)} attention layers keep the portable, slower form: {reasons}")
     return model

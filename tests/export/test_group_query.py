@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from draftc.export.group_query import FuseGroupQueryAttention
+from draftc.export.lowering import lower
 from tests.export.sketch import Sketch, count, run
 
 FLOAT, FLOAT16, INT64 = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT64
@@ -390,3 +391,12 @@ def test_a_layer_that_stays_does_not_keep_another_from_being_fused() -> None:
     rewrite = fuse(model)
     assert (rewrite.fused, rewrite.left) == (1, ["it is not of the capture's form"])
     assert [count(model, op) for op in ("GroupQueryAttention", "Attention", "TensorScatter")] == [1, 1, 2]
+
+
+def test_a_user_hears_which_layers_stay() -> None:
+    model = two_layers()
+    for node in [node for node in model.graph if node.op_type == "Attention"]:
+        node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
+    notes: list[str] = []
+    lower(model, "onnxruntime", "cpu", notes.append)
+    assert notes == ["2 attention layers keep the portable, slower form: it is not of the capture's form"]

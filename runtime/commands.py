@@ -37,11 +37,12 @@ def register(app: typer.Typer) -> None:
     """Add the runtime's subcommands to `app`."""
     for command in (run, chat, verify, bench, tune, inspect):
         text = cli.help_text(command.__doc__ or "")
-        app.command(command.__name__, help=text, short_help=text.partition(".")[0] + ".")(command)
+        app.command(command.__name__, help=text, short_help=text.partition(".")[0] + ".")(cli.spread(command))
 
 
 def run(
     out: cli.BundleFolder,
+    *,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt.")] = None,
     prompt_file: Annotated[
         str | None,
@@ -60,25 +61,8 @@ def run(
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Figures on stderr at the end.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of the text.")] = False,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: the tokens' log probabilities.")] = False,
-    temperature: cli.Temperature = None,
-    top_k: cli.TopK = None,
-    top_p: cli.TopP = None,
-    min_p: cli.MinP = None,
-    repetition_penalty: cli.RepetitionPenalty = None,
-    presence_penalty: cli.PresencePenalty = None,
-    frequency_penalty: cli.FrequencyPenalty = None,
-    seed: cli.Seed = None,
-    k: cli.SpeculativeTokens = None,
-    method: cli.Method = None,
-    plain: cli.Plain = False,
-    device: cli.Device = None,
-    target_device: cli.TargetDevice = None,
-    draft_device: cli.DraftDevice = None,
-    threads: cli.Threads = None,
-    cuda_graph: cli.CudaGraph = True,
-    provider_options: cli.ProviderOptions = None,
-    check_hashes: cli.CheckHashes = True,
-    tune: cli.Tune = True,
+    decoding: cli.Decoding,
+    opening: cli.Opening,
 ) -> None:
     """Generate text from a prompt. The text goes to stdout as it is made, figures go to stderr.
 
@@ -94,68 +78,36 @@ def run(
         raise UsageError("--logprobs are part of the JSON output: add --json")
     if show_drafts and json:
         raise UsageError("--show-drafts marks the text and --json prints none: give one of the two")
-    options = cli.given(
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        echo=echo,
-        logprobs=logprobs,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        num_speculative_tokens=k,
-        method=cli.method_of(method, plain, k),
+    options = decoding.options(
+        max_new_tokens=max_new_tokens, stop=stop, ignore_eos=ignore_eos, echo=echo, logprobs=logprobs
     )
     request = _request(_prompt_text(prompt, prompt_file), chat, system)
     writer = None if json else AnswerWriter(show_drafts)
-    opening = cli.opening(
-        device, target_device, draft_device, threads, cuda_graph, provider_options, check_hashes, tune
-    )
-    with opened(out, **opening) as session:
+    with opened(out, **opening.arguments()) as session:
         with session.stream(request, **options) as stream:
             if writer and show_drafts:
                 legend(writer.coloured)
             result = follow(stream, writer)
-        sampled = (session.tokenizer.defaults.temperature if temperature is None else temperature) > 0
+        default = session.tokenizer.defaults.temperature
     if json:
         print_json(generation_record(result))
     if stats:
-        note(stats_line(result, seed=sampled))
+        temperature = default if decoding.temperature is None else decoding.temperature
+        note(stats_line(result, seed=temperature > 0))
     if result.finish_reason == "cancelled":
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def chat(
     out: cli.BundleFolder,
+    *,
     system: cli.System = None,
     max_new_tokens: cli.MaxNewTokens = None,
     stop: cli.Stop = None,
     show_drafts: cli.ShowDrafts = False,
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Figures on stderr after every answer.")] = False,
-    temperature: cli.Temperature = None,
-    top_k: cli.TopK = None,
-    top_p: cli.TopP = None,
-    min_p: cli.MinP = None,
-    repetition_penalty: cli.RepetitionPenalty = None,
-    presence_penalty: cli.PresencePenalty = None,
-    frequency_penalty: cli.FrequencyPenalty = None,
-    seed: cli.Seed = None,
-    k: cli.SpeculativeTokens = None,
-    method: cli.Method = None,
-    plain: cli.Plain = False,
-    device: cli.Device = None,
-    target_device: cli.TargetDevice = None,
-    draft_device: cli.DraftDevice = None,
-    threads: cli.Threads = None,
-    cuda_graph: cli.CudaGraph = True,
-    provider_options: cli.ProviderOptions = None,
-    check_hashes: cli.CheckHashes = True,
-    tune: cli.Tune = True,
+    decoding: cli.Decoding,
+    opening: cli.Opening,
 ) -> None:
     """Talk with the model. Each turn prefills only what is new, since the KV cache of the conversation is kept.
 
@@ -168,24 +120,8 @@ def chat(
       draftc chat out
       draftc chat out --system "You answer in one sentence." --temperature 0.7
     """
-    options = cli.given(
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        num_speculative_tokens=k,
-        method=cli.method_of(method, plain, k),
-    )
-    opening = cli.opening(
-        device, target_device, draft_device, threads, cuda_graph, provider_options, check_hashes, tune
-    )
-    with opened(out, **opening) as session:
+    options = decoding.options(max_new_tokens=max_new_tokens, stop=stop)
+    with opened(out, **opening.arguments()) as session:
         conversation = Chat(session, options, system, show_drafts, stats)
         if show_drafts:
             legend(AnswerWriter().coloured)

@@ -24,6 +24,7 @@ EXIT_FAULT = 1
 
 def verify(
     out: cli.BundleFolder,
+    *,
     prompts: cli.Prompts = None,
     budget: Annotated[
         float,
@@ -35,14 +36,7 @@ def verify(
     seed: Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No report, no progress: the exit code tells.")] = False,
-    device: cli.Device = None,
-    target_device: cli.TargetDevice = None,
-    draft_device: cli.DraftDevice = None,
-    threads: cli.Threads = None,
-    cuda_graph: cli.CudaGraph = True,
-    provider_options: cli.ProviderOptions = None,
-    check_hashes: cli.CheckHashes = True,
-    tune: cli.Tune = True,
+    opening: cli.Opening,
 ) -> None:
     """Check on this machine that speculation loses nothing. Exits with 1 where it does.
 
@@ -54,10 +48,7 @@ def verify(
       draftc verify out
       draftc verify out --budget 300 --json > report.json
     """
-    opening = cli.opening(
-        device, target_device, draft_device, threads, cuda_graph, provider_options, check_hashes, tune
-    )
-    with opened(out, quiet, **opening) as session, progress(quiet) as on_progress:
+    with opened(out, quiet, **opening.arguments()) as session, progress(quiet) as on_progress:
         cases = builtin_prompts(session) if prompts is None else load_prompts(prompts)
         report = selfcheck.verify(session, prompts=cases, budget_s=budget, seed=seed, on_progress=on_progress)
     if json:
@@ -70,6 +61,7 @@ def verify(
 
 def bench(
     out: cli.BundleFolder,
+    *,
     prompts: cli.Prompts = None,
     k: Annotated[str | None, typer.Option("-k", metavar="K,K,…", help="Values of K. Default: the bundle's.")] = None,
     method: Annotated[
@@ -93,14 +85,7 @@ def bench(
         Path | None, typer.Option("--json-file", metavar="FILE", help="Write the JSON here, beside the table.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
-    device: cli.Device = None,
-    target_device: cli.TargetDevice = None,
-    draft_device: cli.DraftDevice = None,
-    threads: cli.Threads = None,
-    cuda_graph: cli.CudaGraph = True,
-    provider_options: cli.ProviderOptions = None,
-    check_hashes: cli.CheckHashes = True,
-    tune: cli.Tune = True,
+    opening: cli.Opening,
 ) -> None:
     """Measure speculative against plain decoding. Both run in turns, in one process, on the same prompts.
 
@@ -113,10 +98,7 @@ def bench(
     if json_file is not None:
         _check_writable("--json-file", json_file)
     sampling = draftc.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    opening = cli.opening(
-        device, target_device, draft_device, threads, cuda_graph, provider_options, check_hashes, tune
-    )
-    with opened(out, quiet, **opening) as session, progress(quiet) as on_progress:
+    with opened(out, quiet, **opening.arguments()) as session, progress(quiet) as on_progress:
         report = benchmark.bench(
             session,
             prompts=builtin_prompts(session) if prompts is None else load_prompts(prompts),
@@ -127,7 +109,7 @@ def bench(
             sampling=sampling,
             seed=seed,
             ignore_eos=ignore_eos,
-            threads=threads,
+            threads=opening.threads,
             on_progress=on_progress,
         )
     if json:
@@ -140,19 +122,14 @@ def bench(
 
 def tune(
     out: cli.BundleFolder,
+    *,
     budget: Annotated[
         float, typer.Option("--budget", help="Seconds to measure for; three rounds are made whatever they take.")
     ] = BUDGET_S,
     png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the curves into this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON instead of a table.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
-    device: cli.Device = None,
-    target_device: cli.TargetDevice = None,
-    draft_device: cli.DraftDevice = None,
-    threads: cli.Threads = None,
-    cuda_graph: cli.CudaGraph = True,
-    provider_options: cli.ProviderOptions = None,
-    check_hashes: cli.CheckHashes = True,
+    engines: cli.Engines,
 ) -> None:
     """Measure what calls cost on this machine. The result, OUT/profile.json, decides how far to speculate.
 
@@ -167,10 +144,7 @@ def tune(
     if png is not None:
         cost_tables.require_plots()
         _check_writable("--png", png)
-    opening = cli.opening(
-        device, target_device, draft_device, threads, cuda_graph, provider_options, check_hashes, tune=False
-    )
-    with progress(quiet) as on_progress, draftc.open(out, **opening) as session:
+    with progress(quiet) as on_progress, draftc.open(out, **engines.arguments(), tune=False) as session:
         costs = session.measure_costs(budget_s=budget, on_progress=on_progress)
         name = session.manifest.name
     write_profile(out / PROFILE_NAME, costs)

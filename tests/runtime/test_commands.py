@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import inspect
 import io
 import json
 import os
@@ -9,7 +10,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import typer
 
+from draftc.runtime import cli_options
 from draftc.runtime.cli import build_app
 from draftc.runtime.errors import BackendUnavailableError, DraftcWarning, UsageError
 from draftc.runtime.graphio import GraphSpec
@@ -30,7 +32,9 @@ from draftc.runtime.manifest import (
     Quantization,
     to_json,
 )
+from draftc.runtime.opening import open_session
 from draftc.runtime.prompts import builtin_prompts, load_prompts
+from draftc.runtime.request import Options
 from draftc.runtime.session import Session
 from tests.runtime.cli_fakes import Draftc, FakeBundle, Terminal, chat_folder, manifest_for, one_line
 from tests.runtime.fakes import FakeEngine
@@ -776,3 +780,10 @@ def test_help_explains_every_option(draftc: Draftc, command: str) -> None:
     parameters = getattr(typer.main.get_command(build_app()), "commands", {})[command].params
     assert [p.name for p in parameters if not p.help] == []
     assert {option for p in parameters for option in p.opts if option.startswith("-")} <= set(shown.split())
+
+
+def test_options_in_groups_carry_the_apis_names() -> None:
+    asked = {field.name for field in fields(cli_options.Opening)}
+    assert asked == inspect.signature(open_session).parameters.keys() - {"path", "on_progress"}
+    asked = {field.name for field in fields(cli_options.Decoding)}
+    assert asked - {"plain"} <= Options.__annotations__.keys()

@@ -1,5 +1,8 @@
 """The subcommands that judge a bundle on this machine: is it lossless, what do calls cost, how fast is it."""
 
+import errno
+import os
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -144,6 +147,8 @@ def tune(
     if png is not None:
         cost_tables.require_plots()
         _check_writable("--png", png)
+    if out.is_dir():  # of a folder that is not there, opening says what it should be
+        _check_profile(out / PROFILE_NAME)
     with progress(quiet) as on_progress, draftc.open(out, **engines.arguments(), tune=False) as session:
         costs = session.measure_costs(budget_s=budget, on_progress=on_progress)
         name = session.manifest.name
@@ -154,6 +159,16 @@ def tune(
         print_json(cost_tables.record(costs))
     else:
         print_report(cost_tables.render(costs, name))
+
+
+def _check_profile(file: Path) -> None:
+    """Raise UsageError, as `write_profile` would, unless a new `file` can take the place of what is there."""
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        tempfile.TemporaryFile(dir=file.parent).close()
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}: make the folder writable") from error
 
 
 def _check_writable(option: str, file: Path) -> None:

@@ -1,5 +1,6 @@
 """`draftc tune`, and the options about it: a real session over scripted engines, called as from a shell."""
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -116,12 +117,38 @@ def test_tune_finds_out_first_whether_the_picture_can_be_written(
     assert bundle.opened == {}
 
 
-def test_a_folder_that_cannot_be_written(draftc: Draftc, bundle: FakeBundle, out: Path) -> None:
-    (out / PROFILE_NAME).mkdir()
+@pytest.mark.parametrize("blocked", ["no new file", "a folder of that name"])
+def test_a_folder_that_cannot_be_written_is_found_out_first(
+    draftc: Draftc, bundle: FakeBundle, out: Path, monkeypatch: pytest.MonkeyPatch, blocked: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    if blocked == "no new file":  # root may write anywhere: the system's answer is made up
+        monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    else:
+        (out / PROFILE_NAME).mkdir()
+    there = list(out.iterdir())
     result = draftc("tune", str(out), *QUICK)
     assert (result.code, result.out) == (2, "")
-    assert one_line(result.err).endswith("make the folder writable")
-    assert [entry.name for entry in out.iterdir()] == [PROFILE_NAME]
+    assert one_line(result.err).startswith(f"draftc: {out / PROFILE_NAME}: ")
+    assert one_line(result.err).endswith(": make the folder writable")
+    assert list(out.iterdir()) == there
+    assert bundle.opened == {}, "before anything is measured"
+    assert bundle.engine.calls == []
+
+
+def test_a_folder_that_became_full_meanwhile(
+    draftc: Draftc, bundle: FakeBundle, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    result = draftc("tune", str(out), *QUICK)
+    assert (result.code, result.out) == (2, "")
+    assert one_line(result.err).endswith("No space left on device: make the folder writable")
+    assert list(out.iterdir()) == []
 
 
 @pytest.mark.parametrize("budget", ["0", "-1", "nan"])

@@ -26,7 +26,16 @@ if TYPE_CHECKING:
 
     from draftc.export.checkpoint import CheckpointInfo
 
-__all__ = ["Corpus", "KeptTokens", "check_size", "choose_tokens", "read_corpus", "required_tokens", "standard_library"]
+__all__ = [
+    "Corpus",
+    "KeptTokens",
+    "check_size",
+    "choose_tokens",
+    "language_reference",
+    "read_corpus",
+    "required_tokens",
+    "standard_library",
+]
 
 PIECE_BYTES = 16 << 10
 MAX_PIECES = 512  # 8 MiB; of a larger corpus evenly spaced pieces are read
@@ -111,7 +120,7 @@ def standard_library(option: str = "--draft-corpus") -> Corpus:
     files = sorted(path for path in library.rglob("*.py") if not SKIPPED & set(path.relative_to(library).parts))
     if not files:
         raise UsageError(f"{library}: this Python has no sources to take text from: name a {option}")
-    prose = _language_reference()
+    prose = language_reference()
     pieces = [*_pieces(files, option), *(prose[i : i + PIECE_BYTES] for i in range(0, len(prose), PIECE_BYTES))]
     chat = resources.files("draftc.export").joinpath("chat.txt").read_text("utf-8")
     return Corpus("Python's standard library", tuple(pieces), chat)
@@ -150,7 +159,7 @@ def choose_tokens(
     return KeptTokens(kept.astype(np.int64), corpus.note, float(coverage))
 
 
-def _language_reference() -> str:
+def language_reference() -> str:
     """What `help("topics")` shows. An installation may leave it out; the coverage then tells how well the rest does."""
     try:
         from pydoc_data.topics import topics

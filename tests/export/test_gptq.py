@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from draftc.export.gptq import round_matrix, round_model
+from draftc.export.gptq import DAMPING, round_matrix, round_model
 from draftc.export.rounding import RoundedMatrix
 from draftc.runtime.errors import CaptureError
 from tests.export.tiny_models import VOCAB, tiny_model
@@ -93,6 +93,34 @@ def test_the_grid_may_be_narrower_than_the_weights_where_that_pays() -> None:
     assert abs(narrow.scales[0, 0]) < abs(wide.scales[0, 0]) * 0.95
 
 
+@pytest.mark.parametrize("count", [64, 256, 1024])  # fewer than there are inputs, as many, more
+def test_correlations_that_few_tokens_show_by_chance_hardly_count(count: int) -> None:
+    """Inputs without any: on others of their kind GPTQ cannot do better than the nearest codes, nor much worse."""
+    weight, width = weights(64, 256), 256
+    seen = torch.randn(count, width, generator=torch.Generator().manual_seed(2))
+    moments, how = seen.T @ seen / count, {"bits": 4, "block_size": 128, "symmetric": False}
+    nearest = error(weight, round_matrix(weight, torch.eye(width), **how), torch.eye(width))  # type: ignore[arg-type]
+    damped, trusting = (
+        error(weight, round_matrix(weight, moments, damping=damping, **how), torch.eye(width))  # type: ignore[arg-type]
+        for damping in (DAMPING * width / count, 0.01)
+    )
+    assert damped < 1.2 * nearest
+    assert damped < 0.95 * trusting
+
+
+def test_a_position_with_huge_values_counts_like_any_other() -> None:
+    def rounded(factor: float) -> dict[tuple[str, bool], RoundedMatrix]:
+        model = tiny_model("llama")
+        layer = model.get_submodule("model.layers.1.mlp.down_proj")
+        scale = torch.ones(1, tokens().shape[1], 1)
+        scale[:, 0] = factor
+        layer.register_forward_pre_hook(lambda _, arguments: (arguments[0] * scale,))
+        return round_model(model, tokens(), bits=4, block_size=BLOCK, symmetric=True, head=False)
+
+    name = ("model.layers.1.mlp.down_proj.weight", True)
+    assert (rounded(1)[name].codes != rounded(300)[name].codes).mean() < 0.01
+
+
 def test_inputs_that_are_always_zero_and_weights_of_zero_stay_finite() -> None:
     weight = weights(8, 64)
     weight[:, :BLOCK] = 0
@@ -126,6 +154,7 @@ def test_a_model_is_rounded_layer_by_layer_and_left_as_it_was(kind: str) -> None
     )
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
+    assert torch.get_float32_matmul_precision() == "highest"
     linear = {
         f"{name}.weight": isinstance(module, nn.Linear)
         for name, module in model.named_modules()
@@ -154,8 +183,9 @@ def test_later_layers_see_what_the_rounded_ones_before_them_give() -> None:
         module.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].reshape(-1, 96)))
         model(torch.from_numpy(tokens()))
         weight = model.get_parameter(f"{last}.weight")
-        moments = inputs[0].T @ inputs[0] / len(inputs[0])
-        again = round_matrix(weight, moments, bits=4, block_size=BLOCK, symmetric=True)
+        rows = inputs[0] / inputs[0].norm(dim=1, keepdim=True)
+        damping = DAMPING * 96 / len(rows)
+        again = round_matrix(weight, rows.T @ rows, bits=4, block_size=BLOCK, symmetric=True, damping=damping)
     assert (again.codes != rounded[f"{last}.weight", True].codes).mean() < 0.01
     assert ("lm_head.weight", True) not in rounded
 

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from draftc.export import hub
 from draftc.runtime.errors import CheckpointError, DraftcError, ResourceError, UsageError
+from draftc.runtime.records import Rounding
 
 __all__ = [
     "NGRAM",
@@ -81,7 +82,8 @@ class Model:
 class Recipe:
     """A tested pair with its settings. `draft` is a model name or "ngram".
 
-    `draft_vocab` is how many tokens the draft's head keeps for ONNX Runtime; 0 is all.
+    `draft_vocab` is how many tokens the draft's head keeps for ONNX Runtime; 0 is all. `rounding` is how the weights
+    are rounded to `precision` there; None is the compiler's default.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Recipe:
     k: int
     max_length: int
     draft_vocab: int = 0
+    rounding: Rounding | None = None
 
     @property
     def models(self) -> tuple[str, ...]:

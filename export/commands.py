@@ -77,7 +77,8 @@ def compile_(
         ),
     ] = None,
     symmetric: Annotated[
-        bool | None, typer.Option(help="Quantize without zero points. Default: yes, but for gptq at 4 bits.")
+        bool | None,
+        typer.Option(help="Quantize without zero points. Default: yes, but for int4 on ONNX Runtime (unless stored)."),
     ] = None,
     rounding: Annotated[
         str | None,
@@ -139,6 +140,8 @@ def compile_(
         draft = str(paths.get(chosen.draft, chosen.draft))
         if precision is None and not (backend != "onnxruntime" and chosen.precision == "fp32"):
             precision = chosen.precision  # TensorRT has no fp32 engines
+            if rounding is None and backend == "onnxruntime":
+                rounding = chosen.rounding
         k = chosen.k if k is None else k
         max_length = chosen.max_length if max_length is None else max_length
         name = chosen.name if name is None else name
@@ -161,7 +164,7 @@ def compile_(
             if kind == "fp8" or (engines and kind == "int8"):
                 block_size = 0
         if symmetric is None:
-            symmetric = not (how == "gptq" and kind == "int4")
+            symmetric = not (kind == "int4" and how != "stored" and not engines)
         scheme = _scheme(kind, block_size, symmetric, accuracy_level, quantize_head, quantize_embedding, how)
     elif (
         (block_size, symmetric, rounding) != (None, None, None)

@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -14,6 +15,7 @@ from draftc.export import catalog
 from draftc.export.catalog import HubSource, Model, PackageSource, fetch, list_models, list_recipes, load_recipe
 from draftc.export.preflight import WEIGHT_BYTES
 from draftc.runtime.errors import CheckpointError, ResourceError, UsageError
+from draftc.runtime.records import Rounding
 
 PARTS = {
     "tiny_model_a": {"tiny/2.bin": b"two,", "tiny/1.bin": b"one,", "tiny/x.txt": b"no"},
@@ -200,6 +202,8 @@ def test_every_recipe_names_models_that_exist_and_settings_that_are_legal() -> N
         assert recipe.k >= 1
         assert recipe.max_length >= 64
         assert recipe.summary
+        assert recipe.rounding in (None, *get_args(Rounding))
+        assert recipe.rounding is None or recipe.precision in ("int4", "int8")
 
 
 def test_every_model_is_pinned_first_and_freely_licensed() -> None:
@@ -217,7 +221,7 @@ def test_the_tested_pairs_are_there() -> None:
     smollm, qwen = load_recipe("smollm2-135m"), load_recipe("qwen2.5-coder-1.5b")
     assert smollm.models == ("smollm2-135m-instruct",)
     assert qwen.models == ("qwen2.5-coder-1.5b-instruct", "qwen2.5-coder-0.5b-instruct")
-    assert (qwen.precision, qwen.k) == ("int4", 4)
+    assert (qwen.precision, qwen.rounding, qwen.k) == ("int4", "gptq", 4)
 
 
 @pytest.mark.parametrize("load", [catalog.load_recipe, catalog.load_model, catalog.fetch])

@@ -65,9 +65,13 @@ def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> CompileOptio
         (["--backend", "tensorrt"], {"backend": "tensorrt", "device": "cuda", "half": "fp16", "sms": ()}),
         (["--device", "cuda"], {"device": "cuda", "half": None, "scheme": None}),
         (["--device", "cuda", "--precision", "fp16"], {"half": "fp16", "scheme": None}),
-        (["--device", "cuda", "--precision", "int4"], {"half": "fp16", "scheme": QuantizationScheme(4, 32)}),
+        (
+            ["--device", "cuda", "--precision", "int4"],
+            {"half": "fp16", "scheme": QuantizationScheme(4, 32, symmetric=False)},
+        ),
         (["--precision", "int8"], {"device": "cpu", "half": None, "scheme": QuantizationScheme(8, 32)}),
-        (["--precision", "int4"], {"scheme": QuantizationScheme(4, 32), "calibration": None}),
+        (["--precision", "int4"], {"scheme": QuantizationScheme(4, 32, symmetric=False), "calibration": None}),
+        (["--precision", "int4", "--symmetric"], {"scheme": QuantizationScheme(4, 32)}),
         (
             ["--precision", "int4", "--rounding", "gptq"],
             {"scheme": QuantizationScheme(4, 128, symmetric=False, rounding="gptq")},
@@ -76,7 +80,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> CompileOptio
             ["--precision", "int4", "--rounding", "gptq", "--block-size", "32", "--symmetric", "--calibration", "text"],
             {"scheme": QuantizationScheme(4, 32, rounding="gptq"), "calibration": Path("text")},
         ),
-        (["--precision", "int4", "--rounding", "nearest"], {"scheme": QuantizationScheme(4, 32)}),
+        (["--precision", "int4", "--rounding", "nearest"], {"scheme": QuantizationScheme(4, 32, symmetric=False)}),
         (["--precision", "int4", "--rounding", "stored"], {"scheme": QuantizationScheme(4, 32, rounding="stored")}),
         (["--precision", "int8", "--rounding", "gptq"], {"scheme": QuantizationScheme(8, 128, rounding="gptq")}),
     ],
@@ -209,6 +213,27 @@ def test_a_recipe_cuts_its_draft_for_onnx_runtime(monkeypatch: pytest.MonkeyPatc
         invoke(tmp_path / "out", "--recipe", recipe.name, *more)
     assert recipe.draft_vocab > 0
     assert [options.draft_vocab for options in asked] == [recipe.draft_vocab, 0, 99, 0]
+
+
+def test_a_recipe_rounds_for_onnx_runtime_as_it_was_tested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recipe = load_recipe("qwen2.5-coder-1.5b")
+    monkeypatch.setattr("draftc.export.catalog.fetch_recipe", lambda *_, **__: dict.fromkeys(recipe.models, tmp_path))
+    asked: list[CompileOptions] = []
+
+    def note(options: CompileOptions, reporter: object) -> None:
+        asked.append(options)
+        raise UsageError("that was all")
+
+    monkeypatch.setattr(pipeline, "compile_bundle", note)
+    for more in ([], ["--rounding", "nearest"], ["--precision", "int8"], ["--precision", "fp32"], RTX):
+        invoke(tmp_path / "out", "--recipe", recipe.name, *more)
+    assert [options.scheme for options in asked] == [
+        QuantizationScheme(4, 128, symmetric=False, rounding="gptq"),
+        QuantizationScheme(4, 32, symmetric=False),
+        QuantizationScheme(8, 32),
+        None,
+        QuantizationScheme(4, 32),
+    ]
 
 
 ENGINE: dict[str, Any] = {"backend": "tensorrt-rtx", "device": "cuda", "half": "fp16", "sms": ("89",)}

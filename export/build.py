@@ -174,7 +174,7 @@ def _round(
     role: Role, checkpoint: Checkpoint, options: CompileOptions, limits: Limits, reporter: Reporter
 ) -> tuple[Rounded, str | None]:
     """The weights that are not rounded to nearest, and what GPTQ was calibrated on."""
-    scheme, info = options.scheme, checkpoint.info
+    scheme, info = options.scheme_of(role), checkpoint.info
     if scheme is None or scheme.rounding == "nearest":
         return {}, None
     if scheme.rounding == "stored":
@@ -187,7 +187,7 @@ def _round(
                 checkpoint.model,
                 tokens,
                 bits=scheme.bits,
-                block_size=scheme.block_size,
+                block_of=scheme.block_of,
                 symmetric=scheme.symmetric,
                 head=scheme.head,
                 progress=advance,
@@ -199,7 +199,7 @@ def _quantize(
     role: Role, captured: Captured, options: CompileOptions, given: Rounded, path: Path, reporter: Reporter
 ) -> Quantization:
     """Write the quantized and lowered graph to `path`, with the weights `given` as they are rounded there."""
-    scheme = cast(QuantizationScheme, options.scheme)
+    scheme = cast(QuantizationScheme, options.scheme_of(role))
     with reporter.stage(f"{role}: quantize") as advance:
         form: WeightForm = Dequantize(scheme) if options.engines else NBits(scheme, given)
         rewrite = QuantizeWeights(scheme, advance, form)
@@ -219,6 +219,7 @@ def _quantize(
         rounding=scheme.rounding,
         bits=scheme.bits,
         block_size=scheme.block_size,
+        blocks=dict(scheme.blocks),
         symmetric=scheme.symmetric,
         accuracy_level=scheme.accuracy_level,
         quantized_matmuls=rewrite.quantized,

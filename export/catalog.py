@@ -15,7 +15,7 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -83,7 +83,8 @@ class Recipe:
     """A tested pair with its settings. `draft` is a model name or "ngram".
 
     `draft_vocab` is how many tokens the draft's head keeps for ONNX Runtime; 0 is all. `rounding` is how the weights
-    are rounded to `precision` there; None is the compiler's default.
+    are rounded to `precision` there, and `target_blocks` sizes of blocks by a part of a target weight's name, the first
+    that fits; None is the compiler's default.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Recipe:
     max_length: int
     draft_vocab: int = 0
     rounding: Rounding | None = None
+    target_blocks: Mapping[str, int] | None = None
 
     @property
     def models(self) -> tuple[str, ...]:

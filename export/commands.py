@@ -4,6 +4,7 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -76,6 +77,13 @@ def compile_(
             "(TensorRT int8 and fp8: 0)."
         ),
     ] = None,
+    target_blocks: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another block size for the target's weights whose names have a part: up_proj=256. May be given "
+            "several times: the first that fits counts (ONNX Runtime)."
+        ),
+    ] = None,
     symmetric: Annotated[
         bool | None,
         typer.Option(help="Quantize without zero points. Default: yes, but for int4 on ONNX Runtime (unless stored)."),
@@ -142,6 +150,8 @@ def compile_(
             precision = chosen.precision  # TensorRT has no fp32 engines
             if rounding is None and backend == "onnxruntime":
                 rounding = chosen.rounding
+                if block_size is None and target_blocks is None:
+                    target_blocks = [f"{part}={size}" for part, size in (chosen.target_blocks or {}).items()]
         k = chosen.k if k is None else k
         max_length = chosen.max_length if max_length is None else max_length
         name = chosen.name if name is None else name
@@ -165,10 +175,12 @@ def compile_(
                 block_size = 0
         if symmetric is None:
             symmetric = not (kind == "int4" and how != "stored" and not engines)
-        scheme = _scheme(kind, block_size, symmetric, accuracy_level, quantize_head, quantize_embedding, how)
+        sizes = _blocks(target_blocks or ())
+        scheme = _scheme(kind, block_size, sizes, symmetric, accuracy_level, quantize_head, quantize_embedding, how)
     elif (
         (block_size, symmetric, rounding) != (None, None, None)
         or accuracy_level != 4
+        or target_blocks
         or quantize_embedding
         or not quantize_head
     ):
@@ -233,6 +245,7 @@ def _half(precision: Precision, activations: str | None, *, on_cuda: bool) -> "H
 def _scheme(
     precision: Precision,
     block_size: int,
+    blocks: tuple[tuple[str, int], ...],
     symmetric: bool,
     accuracy_level: int,
     head: bool,
@@ -250,7 +263,21 @@ def _scheme(
         embedding=embedding,
         format="fp8" if precision == "fp8" else "int",
         rounding=rounding,
+        blocks=blocks,
     )
+
+
+def _blocks(texts: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """(part of a name, block size) of "part=128", each."""
+    found = []
+    for text in texts:
+        part, _, size = text.partition("=")
+        if not (part and part.isprintable() and size.isdecimal()):
+            raise UsageError(
+                f"--target-blocks must be part of a name and a block size, such as up_proj=256, got {text!r}"
+            )
+        found.append((part, int(size)))
+    return tuple(found)
 
 
 def _batch(text: str) -> tuple[int, int]:

@@ -61,15 +61,16 @@ def round_model(
     tokens: NDArray[np.int64],
     *,
     bits: int,
-    block_size: int,
+    block_of: Callable[[str], int],
     symmetric: bool,
     head: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Rounded:
     """Round every linear layer that `tokens` (B, T) reach, the output head too if `head`.
 
-    progress: called with (layers done, layers in all). The model is unchanged afterwards. Raises CaptureError where the
-    calibration text drives a layer's inputs out of float32.
+    block_of: gives the block size of a weight by its name. progress: called with (layers done, layers in all). The
+    model is unchanged afterwards. Raises CaptureError where the calibration text drives a layer's inputs out of
+    float32.
     """
     names = parameter_names(model)
     layers: dict[nn.Module, str] = {
@@ -93,7 +94,7 @@ def round_model(
                 matrix,
                 moments.of(arguments[0]),
                 bits=bits,
-                block_size=block_size,
+                block_size=block_of(layers[layer]),
                 symmetric=symmetric,
                 damping=DAMPING * matrix.shape[1] / tokens.size,
             )

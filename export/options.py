@@ -1,11 +1,12 @@
 """What `draftc compile` was asked for, checked before anything is loaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from draftc.export.half import Half
 from draftc.export.qdq import Dequantize
 from draftc.export.quantize import NBits, QuantizationScheme
+from draftc.runtime.devices import Role
 from draftc.runtime.errors import UsageError
 from draftc.runtime.records import INT32_MAX, BackendName, Device, Precision
 
@@ -17,13 +18,13 @@ class CompileOptions:
     """One compile.
 
     `target` and `draft` are sources (a folder, a hub id, a .gguf file); `draft` may be "ngram". `half` is the type that
-    graphs compute in, None float32; `scheme` None keeps weights in that type. `max_length` None is 2048, or the
-    target's context where that is shorter. `sms` are the GPUs that TensorRT-RTX engines are built for, `batch` the
-    fewest and the most rows that an engine takes. A licence that the source itself names goes before `target_license`
-    and `draft_license`. `draft_vocab` cuts the draft's head to so many tokens, the most frequent ones of the text files
-    `draft_corpus`, or of Python's standard library where there are none; 0 keeps all. `calibration` is the text file
-    that GPTQ sees, None Python's standard library. Raises UsageError for values out of range or that do not go
-    together.
+    graphs compute in, None float32; `scheme` None keeps weights in that type; its `blocks` are the target's.
+    `max_length` None is 2048, or the target's context where that is shorter. `sms` are the GPUs that TensorRT-RTX
+    engines are built for, `batch` the fewest and the most rows that an engine takes. A licence that the source itself
+    names goes before `target_license` and `draft_license`. `draft_vocab` cuts the draft's head to so many tokens, the
+    most frequent ones of the text files `draft_corpus`, or of Python's standard library where there are none; 0 keeps
+    all. `calibration` is the text file that GPTQ sees, None Python's standard library. Raises UsageError for values out
+    of range or that do not go together.
     """
 
     target: str
@@ -109,6 +110,12 @@ class CompileOptions:
     def bundle_name(self) -> str:
         """The name that was asked for, or that of the output folder."""
         return self.out.resolve().name if self.name is None else self.name
+
+    def scheme_of(self, role: Role) -> QuantizationScheme | None:
+        """How one model's weights are rounded: block sizes by name are of the target's."""
+        if self.scheme is None or role == "target":
+            return self.scheme
+        return replace(self.scheme, blocks=())
 
     @property
     def precision(self) -> Precision:

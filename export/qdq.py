@@ -36,6 +36,8 @@ class Dequantize:
             raise UsageError("TensorRT reads the embedding table in half precision: leave out --quantize-embedding")
         if scheme.format == "fp8" and scheme.block_size:
             raise UsageError("fp8 weights have one scale per output: use --block-size 0")
+        if scheme.blocks:
+            raise UsageError("TensorRT's blocks are of one size: leave out --target-blocks")
         if scheme.block_size > 128:
             raise UsageError(f"TensorRT's blocks have 16 to 128 weights, got {scheme.block_size}")
 

@@ -8,7 +8,7 @@ graph is rewritten here rather than by it, because its graph walk wants the whol
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -35,7 +35,8 @@ class QuantizationScheme:
 
     A `block_size` of 0 is one scale for each output. `format` "fp8" (E4M3) has that alone, and 8 bits. `accuracy_level`
     4 lets the kernel quantize activations to int8 as it multiplies. `head` says whether the output head takes part,
-    `embedding` whether the embedding table is stored in 8 bits. Raises UsageError when a value is not offered.
+    `embedding` whether the embedding table is stored in 8 bits. `blocks` are (part of a weight's name, block size) of
+    weights that have another one; the first that fits counts. Raises UsageError when a value is not offered.
     """
 
     bits: int
@@ -46,20 +47,26 @@ class QuantizationScheme:
     embedding: bool = False
     format: Literal["int", "fp8"] = "int"
     rounding: Rounding = "nearest"
+    blocks: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
             raise UsageError(f"bits must be 4 or 8, got {self.bits}")
-        if self.block_size not in (0, 16, 32, 64, 128, 256):
-            raise UsageError(
-                f"block size must be 0 (one scale per output), 16, 32, 64, 128 or 256, got {self.block_size}"
-            )
+        for size in (self.block_size, *(size for _, size in self.blocks)):
+            if size not in (0, 16, 32, 64, 128, 256):
+                raise UsageError(f"block size must be 0 (one scale per output), 16, 32, 64, 128 or 256, got {size}")
         if not 0 <= self.accuracy_level <= 4:
             raise UsageError(f"accuracy level must be 0 to 4, got {self.accuracy_level}")
         if self.rounding == "gptq" and self.format == "fp8":
             raise UsageError("GPTQ rounds to integers: use --rounding nearest for fp8")
         if self.rounding == "stored" and (self.block_size, self.symmetric) != (32, True):
             raise UsageError("stored blocks are of 32 weights without zero points: use --block-size 32 --symmetric")
+        if self.rounding == "stored" and self.blocks:
+            raise UsageError("stored blocks are of 32 weights: leave out --target-blocks")
+
+    def block_of(self, name: str) -> int:
+        """The block size of the weight called `name`."""
+        return next((size for part, size in self.blocks if part in name), self.block_size)
 
 
 class WeightForm(Protocol):
@@ -169,13 +176,12 @@ class NBits:
         self.scheme = scheme
         self.nearest: list[str] = []
         self._given = rounded or {}
-        self._bits: dict[str, int] = {}  # of codes, by name: weights may have more bits than the scheme says
-        self._quantizer = _onnxruntime_quantizer(scheme)
+        self._forms: dict[str, tuple[int, int]] = {}  # bits and block size, by the codes' name: weights may differ
 
     @staticmethod
     def check(scheme: QuantizationScheme) -> None:
         """Raise UsageError for a scheme that this form cannot express."""
-        if scheme.block_size == 0 or scheme.format != "int":
+        if 0 in (scheme.block_size, *dict(scheme.blocks).values()) or scheme.format != "int":
             raise UsageError(
                 "ONNX Runtime rounds to integers in blocks: use --precision int8 or int4 with --block-size 16 to 256"
             )
@@ -187,7 +193,7 @@ class NBits:
         dtype = weight.const_value.dtype.numpy()
         matrix = self._given.get((weight.name, transposed)) or self._round_to_nearest(weight, transposed)
         name = f"{weight.name}{'_t' if transposed else ''}_q{matrix.bits}"
-        self._bits[name] = matrix.bits
+        self._forms[name] = matrix.bits, matrix.block_size
         operands = [
             new_initializer(graph, name, matrix.codes),
             new_initializer(graph, f"{name}_scales", matrix.scales.astype(dtype)),  # the activations' type
@@ -202,18 +208,19 @@ class NBits:
         self.nearest.append(weight.name)
         array = weight.const_value.numpy()
         matrix = np.ascontiguousarray(array.T if transposed else array, np.float32)  # (K, N)
-        codes, scales, zero_points = self._quantizer.qbits_block_quant(matrix)
-        scheme = self.scheme
+        scheme = replace(self.scheme, block_size=self.scheme.block_of(weight.name))
+        codes, scales, zero_points = _onnxruntime_quantizer(scheme).qbits_block_quant(matrix)
         zeros = None if scheme.symmetric else zero_points
         return RoundedMatrix(scheme.bits, scheme.block_size, matrix.shape[0], codes, scales, zeros)
 
     def product(self, graph: ir.Graph, node: ir.Node, rounded: list[ir.Value], rows: int, columns: int) -> ir.Node:
         """MatMulNBits."""
+        bits, block_size = self._forms[rounded[0].name or ""]
         attributes = {
             "K": rows,
             "N": columns,
-            "bits": self._bits[rounded[0].name or ""],
-            "block_size": self.scheme.block_size,
+            "bits": bits,
+            "block_size": block_size,
             "accuracy_level": self.scheme.accuracy_level,
         }
         return ir.node("MatMulNBits", [node.inputs[0], *rounded], attributes, domain=MICROSOFT, name=node.name)

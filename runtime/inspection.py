@@ -135,6 +135,8 @@ def _model(model: Model) -> list[tuple[str, str]]:
         symmetry = "symmetric" if quantization.symmetric else "asymmetric"
         kind = "E4M3 floats" if quantization.format == "fp8" else f"{quantization.bits} bits"
         blocks = f"blocks of {quantization.block_size}" if quantization.block_size else "one scale per output"
+        for part, size in quantization.blocks.items():
+            blocks += f" ({part}: {size})"
         level = f", accuracy level {quantization.accuracy_level}" if model.engine is None else ""
         how = {"nearest": "rounded to nearest", "gptq": "GPTQ", "stored": "as stored"}[quantization.rounding]
         seen = f" on {quantization.calibration}" if quantization.calibration else ""

@@ -7,7 +7,7 @@ together, `manifest.Manifest` checks.
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from draftc.runtime.graphio import GraphSpec
@@ -100,14 +100,16 @@ class Source:
 class Quantization:
     """Weight-only: how many MatMuls have it, and the names of those left in float.
 
-    `block_size` inputs share one scale; 0 is one scale for each output. `format` is of the codes: integers, or E4M3.
-    `rounding` is how they were chosen, "stored" as a GGUF file has them (in blocks of 32, and a weight that has 8 bits
-    there has 8 here); `calibration` is the text that GPTQ saw.
+    `block_size` inputs share one scale; 0 is one scale for each output. `blocks` are other block sizes, by a part of a
+    weight's name; the first that fits counts. `format` is of the codes: integers, or E4M3. `rounding` is how they were
+    chosen, "stored" as a GGUF file has them (in blocks of 32, and a weight that has 8 bits there has 8 here);
+    `calibration` is the text that GPTQ saw.
     """
 
     format: Literal["int", "fp8"] = "int"
     bits: int
     block_size: int
+    blocks: Mapping[str, int] = field(default_factory=dict)
     symmetric: bool
     accuracy_level: int
     rounding: Rounding = "nearest"
@@ -119,6 +121,9 @@ class Quantization:
         need(self.bits in (2, 4, 8), "bits", "2, 4 or 8", self.bits)
         sizes = (0, 16, 32, 64, 128, 256)
         need(self.block_size in sizes, "block_size", "0, 16, 32, 64, 128 or 256", self.block_size)
+        for part, size in self.blocks.items():
+            need(part.isprintable() and part != "", "blocks", "keyed by printable text", part)
+            need(size in sizes[1:], f"blocks.{part}", "16, 32, 64, 128 or 256", size)
         within(self, 0, 4, "accuracy_level")
         within(self, 1, INT32_MAX, "quantized_matmuls")
 

@@ -120,7 +120,7 @@ def _decode_object(cls: Any, value: dict[str, object], path: str) -> Any:
         if key not in known:
             raise _error(_join(path, key), "unknown key")
     for name, field in known.items():
-        if name not in value and field.default is MISSING:
+        if name not in value and field.default is MISSING and field.default_factory is MISSING:
             raise _error(_join(path, name), "missing")
     hints = get_type_hints(cls)
     built = {key: _decode(hints[key], item, _join(path, key)) for key, item in value.items()}

@@ -82,6 +82,10 @@ def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> CompileOptio
         ),
         (["--precision", "int4", "--rounding", "nearest"], {"scheme": QuantizationScheme(4, 32, symmetric=False)}),
         (["--precision", "int4", "--rounding", "stored"], {"scheme": QuantizationScheme(4, 32, rounding="stored")}),
+        (
+            ["--precision", "int4", "--target-blocks", "up_proj=64", "--target-blocks", "gate=128"],
+            {"scheme": QuantizationScheme(4, 32, symmetric=False, blocks=(("up_proj", 64), ("gate", 128)))},
+        ),
         (["--precision", "int8", "--rounding", "gptq"], {"scheme": QuantizationScheme(8, 128, rounding="gptq")}),
     ],
     ids=" ".join,
@@ -227,8 +231,11 @@ def test_a_recipe_rounds_for_onnx_runtime_as_it_was_tested(monkeypatch: pytest.M
     monkeypatch.setattr(pipeline, "compile_bundle", note)
     for more in ([], ["--rounding", "nearest"], ["--precision", "int8"], ["--precision", "fp32"], RTX):
         invoke(tmp_path / "out", "--recipe", recipe.name, *more)
-    assert [options.scheme for options in asked] == [
-        QuantizationScheme(4, 128, symmetric=False, rounding="gptq"),
+    blocks = (("layers.26.", 128), ("layers.27.", 128), ("gate_proj", 256), ("up_proj", 256))
+    draft = QuantizationScheme(4, 128, symmetric=False, rounding="gptq")
+    assert asked[0].scheme_of("draft") == draft, "block sizes by name are the target's"
+    assert [options.scheme_of("target") for options in asked] == [
+        replace(draft, blocks=blocks),
         QuantizationScheme(4, 32, symmetric=False),
         QuantizationScheme(8, 32),
         None,
@@ -284,6 +291,16 @@ NO_SUCH_ENGINE = [
     ([*RTX, "--batch", "4..1"], "got 4..1"),
     ([*RTX, "--batch", "0"], "got 0..0"),
     ([*RTX, "--precision", "int4", "--no-symmetric"], "no zero points"),
+    ([*RTX, "--precision", "int4", "--target-blocks", "q=64"], "leave out --target-blocks"),
+    (
+        ["--precision", "int4", "--target-blocks", "up_proj"],
+        "part of a name and a block size, such as up_proj=256, got 'up_proj'",
+    ),
+    (["--precision", "int4", "--target-blocks", "=64"], "got '=64'"),
+    (["--precision", "int4", "--target-blocks", "up_proj=48"], "16, 32, 64, 128 or 256, got 48"),
+    (["--precision", "int4", "--target-blocks", "up_proj=0"], "integers in blocks"),
+    (["--precision", "int4", "--rounding", "stored", "--target-blocks", "q=64"], "leave out --target-blocks"),
+    (["--target-blocks", "q=64"], "need --precision int8"),
     ([*RTX, "--precision", "int4", "--quantize-embedding"], "leave out --quantize-embedding"),
     ([*RTX, "--precision", "fp8", "--block-size", "32"], "use --block-size 0"),
     ([*RTX, "--precision", "fp16", "--activations", "bf16"], "--activations goes with"),

@@ -115,7 +115,7 @@ def test_a_position_with_huge_values_counts_like_any_other() -> None:
         scale = torch.ones(1, tokens().shape[1], 1)
         scale[:, 0] = factor
         layer.register_forward_pre_hook(lambda _, arguments: (arguments[0] * scale,))
-        return round_model(model, tokens(), bits=4, block_size=BLOCK, symmetric=True, head=False)
+        return round_model(model, tokens(), bits=4, block_of=lambda _: BLOCK, symmetric=True, head=False)
 
     name = ("model.layers.1.mlp.down_proj.weight", True)
     assert (rounded(1)[name].codes != rounded(300)[name].codes).mean() < 0.01
@@ -148,7 +148,7 @@ def test_a_model_is_rounded_layer_by_layer_and_left_as_it_was(kind: str) -> None
         model,
         tokens(),
         bits=4,
-        block_size=BLOCK,
+        block_of=lambda _: BLOCK,
         symmetric=False,
         progress=lambda done, total: seen.append((done, total)),
     )
@@ -172,7 +172,7 @@ def test_a_model_is_rounded_layer_by_layer_and_left_as_it_was(kind: str) -> None
 def test_later_layers_see_what_the_rounded_ones_before_them_give() -> None:
     """The second moments of a later layer are those of a model whose earlier layers are rounded."""
     model = tiny_model("llama")
-    rounded = round_model(model, tokens(), bits=4, block_size=BLOCK, symmetric=True, head=False)
+    rounded = round_model(model, tokens(), bits=4, block_of=lambda _: BLOCK, symmetric=True, head=False)
     last = "model.layers.1.mlp.down_proj"
     inputs: list[Tensor] = []
     with torch.no_grad():
@@ -190,9 +190,20 @@ def test_later_layers_see_what_the_rounded_ones_before_them_give() -> None:
     assert ("lm_head.weight", True) not in rounded
 
 
+def test_some_weights_may_have_blocks_of_another_size() -> None:
+    rounded = round_model(
+        tiny_model("llama"), tokens(), bits=4, block_of=lambda name: 32 if "up_proj" in name else BLOCK, symmetric=True
+    )
+    sizes = {name: matrix.block_size for (name, _), matrix in rounded.items()}
+    assert {name for name, size in sizes.items() if size == 32} == {
+        f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)
+    }
+    assert set(sizes.values()) == {BLOCK, 32}
+
+
 def test_a_tied_head_is_rounded_under_both_names() -> None:
     rounded = round_model(
-        tiny_model("llama", tie_word_embeddings=True), tokens(), bits=4, block_size=BLOCK, symmetric=True
+        tiny_model("llama", tie_word_embeddings=True), tokens(), bits=4, block_of=lambda _: BLOCK, symmetric=True
     )
     assert rounded["lm_head.weight", True] is rounded["model.embed_tokens.weight", True]
 
@@ -203,7 +214,7 @@ def test_a_text_that_overflows_the_model_is_refused_and_the_model_is_whole_again
         model.get_parameter("model.layers.1.input_layernorm.weight").fill_(1e30)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with pytest.raises(CaptureError, match="use --rounding nearest"):
-        round_model(model, tokens(), bits=4, block_size=BLOCK, symmetric=True)
+        round_model(model, tokens(), bits=4, block_of=lambda _: BLOCK, symmetric=True)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 

@@ -1,6 +1,7 @@
 """Every constant MatMul is quantized or named; the numbers are ONNX Runtime's own rounding of the weight."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,17 @@ def test_every_matmul_is_quantized_and_computes_with_the_rounded_weights(
     # A value that lies on a rounding boundary may fall to either side; a wrong axis, block or scale is far outside.
     assert np.abs(actual - expected).max() < 0.02 * np.abs(expected).max()
     np.testing.assert_array_equal(actual.argmax(-1), expected.argmax(-1))
+
+
+def test_weights_with_part_of_a_name_have_blocks_of_another_size(tmp_path: Path) -> None:
+    scheme = QuantizationScheme(4, 16, symmetric=False, accuracy_level=1, blocks=(("do", 32), ("down", 64)))
+    model = decoder()
+    QuantizeWeights(scheme)(model)
+    sizes = [node.attributes.get_int("block_size", 0) for node in model.graph if node.op_type == "MatMulNBits"]
+    assert sizes == [16, 32, 16]
+    wide = replace(scheme, block_size=32)
+    expected = (TABLE[IDS[0]] @ rounded(UP, scheme, 0) + BIAS) @ rounded(DOWN, wide, 1).T @ rounded(TABLE, scheme, 1).T
+    assert np.abs(run(model, tmp_path) - expected).max() < 0.02 * np.abs(expected).max()
 
 
 def test_the_head_can_stay_in_float_and_is_named() -> None:

@@ -68,6 +68,15 @@ def test_an_engine_shows_profiles_tensors_precision_and_memory(capsys: pytest.Ca
         assert fact in words, fact
 
 
+def test_blocks_of_other_sizes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = engine_manifest()
+    assert engine.target.quantization is not None
+    rounded = replace(engine.target.quantization, block_size=128, blocks={"up_proj": 256, "k_proj": 64})
+    print_bundle(replace(engine, target=replace(engine.target, quantization=rounded)))
+    words = " ".join(capsys.readouterr().out.split())
+    assert "blocks of 128 (up_proj: 256) (k_proj: 64), symmetric" in words
+
+
 def test_memory_of_an_engine_adds_up() -> None:
     record = bundle_record(engine_manifest())
     json.dumps(record)

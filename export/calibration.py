@@ -70,7 +70,7 @@ def calibration_tokens(info: "CheckpointInfo", corpus: Corpus) -> NDArray[np.int
         if chat is not None:  # its template says how a text begins
             parts += [ids[:length]] if len(ids) >= length else []
             continue
-        skip = min(len(ids) % wanted, wanted) if len(ids) > wanted else 0  # a licence or a list of imports comes first
+        skip = len(ids) % wanted if len(ids) > wanted else 0  # a licence or a list of imports comes first
         parts += [start + ids[at : at + wanted] for at in range(skip, len(ids) - wanted + 1, wanted)][:each]
     parts = parts[:PIECES]
     if len(parts) < FEWEST:

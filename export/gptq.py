@@ -87,7 +87,8 @@ def round_model(
         assert isinstance(weight, Tensor)
         stored = not isinstance(layer, Conv1D)  # Conv1D keeps (K, N)
         aliases = [(alias, stored) for alias in names[layers[layer]]]
-        if aliases[0] not in rounded and (head or layer is not output):
+        reached = arguments[0].numel() > 0  # an expert may have been given no token
+        if aliases[0] not in rounded and reached and (head or layer is not output):
             progress(len(rounded), len(layers))
             matrix = weight.data if stored else weight.data.T
             result = round_matrix(

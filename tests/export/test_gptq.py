@@ -201,6 +201,18 @@ def test_some_weights_may_have_blocks_of_another_size() -> None:
     assert set(sizes.values()) == {BLOCK, 32}
 
 
+def test_a_layer_that_is_given_no_token_is_left_to_others() -> None:
+    """As an expert that no position is sent to."""
+    model = tiny_model("llama")
+    layer = model.get_submodule("model.layers.1.mlp.down_proj")
+    layer.register_forward_pre_hook(lambda _, arguments: (arguments[0][:0],))
+    layer.register_forward_hook(lambda _, __, result: torch.zeros(1, 1, result.shape[-1]))
+    rounded = round_model(model, tokens(), bits=4, block_of=lambda _: BLOCK, symmetric=True)
+    assert ("model.layers.1.mlp.down_proj.weight", True) not in rounded
+    assert ("model.layers.1.mlp.up_proj.weight", True) in rounded
+    assert all(np.isfinite(matrix.scales).all() for matrix in rounded.values())
+
+
 def test_a_tied_head_is_rounded_under_both_names() -> None:
     rounded = round_model(
         tiny_model("llama", tie_word_embeddings=True), tokens(), bits=4, block_of=lambda _: BLOCK, symmetric=True

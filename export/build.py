@@ -25,16 +25,20 @@ from draftc.export.engine_process import build_engine_apart
 from draftc.export.gguf import GgufFile
 from draftc.export.gguf_blocks import stored_blocks
 from draftc.export.gptq import round_model
+from draftc.export.graph_file import save_graph
 from draftc.export.half import cast_parameters, round_parameters
-from draftc.export.head import CutHead, cut_name
+from draftc.export.head import CutHead
 from draftc.export.judge import Judge, parity_length, sliding_window
 from draftc.export.lowering import lower
+from draftc.export.nbits import NBits
 from draftc.export.options import CompileOptions
+from draftc.export.passes import cut_name
 from draftc.export.progress import Reporter
 from draftc.export.qdq import Dequantize
-from draftc.export.quantize import NBits, QuantizationScheme, QuantizeWeights, WeightForm
+from draftc.export.quantize import QuantizeWeights, WeightForm
 from draftc.export.rope import fixed_rope
 from draftc.export.rounding import Rounded
+from draftc.export.scheme import QuantizationScheme
 from draftc.export.tails import DraftTail, VerifyTail
 from draftc.export.tensorrt import Flavour, check_forms
 from draftc.runtime.decoder import Limits
@@ -205,7 +209,7 @@ def _quantize(
         rewrite = QuantizeWeights(scheme, advance, form)
         graph = ir.load(captured.path)
         rewrite(graph)
-        ir.save(lower(graph, options.backend, options.device), path, external_data=DATA)
+        save_graph(lower(graph, options.backend, options.device), path)
         del graph
     if names := rewrite.left_in_float:
         reporter.note(
@@ -222,6 +226,7 @@ def _quantize(
         blocks=dict(scheme.blocks),
         symmetric=scheme.symmetric,
         accuracy_level=scheme.accuracy_level,
+        embedding=rewrite.embedding,
         quantized_matmuls=rewrite.quantized,
         float_matmuls=tuple(rewrite.left_in_float),
     )

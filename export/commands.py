@@ -16,11 +16,11 @@ from draftc.runtime.cli_options import help_text
 from draftc.runtime.errors import UsageError
 from draftc.runtime.inspection import perplexity_of
 from draftc.runtime.manifest import Manifest, to_json
-from draftc.runtime.records import BackendName, Device, Precision, Rounding
+from draftc.runtime.records import BackendName, Device, Embedding, Precision, Rounding
 
 if TYPE_CHECKING:
     from draftc.export.half import Half
-    from draftc.export.quantize import QuantizationScheme
+    from draftc.export.scheme import QuantizationScheme
 
 __all__ = ["compile_", "fetch", "register"]
 
@@ -100,7 +100,13 @@ def compile_(
     ] = None,
     accuracy_level: Annotated[int, typer.Option(help="MatMulNBits accuracy level, 0 to 4; 4 is int8 arithmetic.")] = 4,
     quantize_head: Annotated[bool, typer.Option(help="Quantize the output head.")] = True,
-    quantize_embedding: Annotated[bool, typer.Option(help="Store the embedding table in 8 bits.")] = False,
+    embedding: Annotated[
+        str | None,
+        typer.Option(
+            help="Store the embedding table as float, as int8, or shared with the quantized output head where the two "
+            "are one matrix. Default: shared on ONNX Runtime's CPU, else float."
+        ),
+    ] = None,
     min_ngram: Annotated[int, typer.Option(help="Shortest suffix that the n-gram drafter looks up.")] = 2,
     max_ngram: Annotated[int, typer.Option(help="Longest suffix that the n-gram drafter looks up.")] = 6,
     draft_vocab: Annotated[
@@ -176,12 +182,14 @@ def compile_(
         if symmetric is None:
             symmetric = not (kind == "int4" and how != "stored" and not engines)
         sizes = _blocks(target_blocks or ())
-        scheme = _scheme(kind, block_size, sizes, symmetric, accuracy_level, quantize_head, quantize_embedding, how)
+        table: Embedding = _one_of(
+            "embedding", embedding or ("float" if engines or wanted == "cuda" else "shared"), Embedding
+        )
+        scheme = _scheme(kind, block_size, sizes, symmetric, accuracy_level, quantize_head, table, how)
     elif (
-        (block_size, symmetric, rounding) != (None, None, None)
+        (block_size, symmetric, rounding, embedding) != (None, None, None, None)
         or accuracy_level != 4
         or target_blocks
-        or quantize_embedding
         or not quantize_head
     ):
         raise UsageError("options of quantization need --precision int8, int4 or fp8")
@@ -249,10 +257,10 @@ def _scheme(
     symmetric: bool,
     accuracy_level: int,
     head: bool,
-    embedding: bool,
+    embedding: Embedding,
     rounding: Rounding,
 ) -> "QuantizationScheme":
-    from draftc.export.quantize import QuantizationScheme
+    from draftc.export.scheme import QuantizationScheme
 
     return QuantizationScheme(
         bits=4 if precision == "int4" else 8,

@@ -88,6 +88,7 @@ def compile_bundle(options: CompileOptions, reporter: Reporter | None = None) ->
             half=options.half is not None,
             engines=options.engines,
             cut_draft=kept is not None,
+            embedding=options.scheme.embedding if options.scheme else "float",
         )
         reporter.note(needs.summary())
         preflight.check(needs, writer.folder.parent)

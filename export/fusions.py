@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from draftc.export.passes import replace_node
+from draftc.export.passes import replace_node, whole_numbers
 
 __all__ = ["FuseRMSNormalization", "FuseRotaryEmbedding"]
 
@@ -68,7 +68,7 @@ class FuseRotaryEmbedding(InPlacePass):
         """The first half of a table (B, S, D), made once, right behind the table."""
         if table not in known:
             bounds = [
-                _whole_numbers(graph, f"rotary_{name}_{number}", [number])
+                whole_numbers(graph, f"rotary_{name}_{number}", [number])
                 for name, number in (("start", 0), ("end", half), ("axis", 2))
             ]
             slices = ir.node("Slice", [table, *bounds])
@@ -113,17 +113,6 @@ def _inverse_rms(value: ir.Value, of: ir.Value) -> float | None:
     if not is_square or _number(mean.inputs[1]) != -1 or mean.attributes.get_int("keepdims", 1) != 1:
         return None
     return _constant(shifted.inputs[1])
-
-
-def _whole_numbers(graph: ir.Graph, name: str, numbers: list[int]) -> ir.Value:
-    """An int64 initializer of `numbers`, shared by everyone who asks under the same name."""
-    if name not in graph.initializers:
-        tensor = ir.tensor(numbers, dtype=ir.DataType.INT64, name=name)
-        value = ir.Value(
-            name=name, shape=ir.Shape([len(numbers)]), type=ir.TensorType(tensor.dtype), const_value=tensor
-        )
-        graph.register_initializer(value)
-    return graph.initializers[name]
 
 
 def _rotation(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:

@@ -13,9 +13,8 @@ from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from draftc.export.by_value import Sources
-from draftc.export.passes import MICROSOFT
+from draftc.export.passes import MICROSOFT, new_initializer
 from draftc.export.positions import Rotation, find_rotation, visible_window
-from draftc.export.quantize import new_initializer
 from draftc.runtime.errors import CaptureError
 from draftc.runtime.graphio import INPUT_IDS, WRITE_INDEX
 

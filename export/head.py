@@ -6,19 +6,13 @@ from numpy.typing import NDArray
 from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from draftc.export.passes import constant_weight
-from draftc.export.quantize import new_initializer
+from draftc.export.passes import constant_weight, cut_name, new_initializer
 from draftc.runtime.errors import CaptureError
 from draftc.runtime.graphio import LOGITS
 
-__all__ = ["CutHead", "cut_name"]
+__all__ = ["CutHead"]
 
 ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Tanh", "Neg", "Cast", "Identity", "Clip", "Min", "Max"})
-
-
-def cut_name(name: str) -> str:
-    """What the cut of the weight `name` is called in the graph."""
-    return f"{name}.cut"
 
 
 class CutHead(InPlacePass):

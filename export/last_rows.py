@@ -9,8 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from draftc.export.passes import MICROSOFT
-from draftc.export.quantize import new_initializer
+from draftc.export.passes import MICROSOFT, new_initializer
 from draftc.runtime.graphio import LOGIT_POSITIONS
 
 __all__ = ["SelectRowsEarly"]

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from draftc.export.half import Half
+from draftc.export.nbits import NBits
 from draftc.export.qdq import Dequantize
-from draftc.export.quantize import NBits, QuantizationScheme
+from draftc.export.scheme import QuantizationScheme
 from draftc.runtime.devices import Role
 from draftc.runtime.errors import UsageError
 from draftc.runtime.records import INT32_MAX, BackendName, Device, Precision

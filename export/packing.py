@@ -7,8 +7,7 @@ import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from draftc.export.passes import MICROSOFT
-from draftc.export.quantize import new_initializer
+from draftc.export.passes import MICROSOFT, new_initializer
 
 __all__ = ["PackQueryKeyValue"]
 

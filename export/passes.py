@@ -4,7 +4,11 @@ Other passes have modules of their own: `fusions`, `attention`, `quantize`, `tai
 through is said in `lowering`.
 """
 
+from typing import Any
+
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
@@ -15,8 +19,11 @@ __all__ = [
     "FuseTransposedWeights",
     "SplitGemms",
     "constant_weight",
+    "cut_name",
+    "new_initializer",
     "replace_node",
     "traced_weight",
+    "whole_numbers",
 ]
 
 MICROSOFT = "com.microsoft"
@@ -59,6 +66,21 @@ def traced_weight(operand: ir.Value | None) -> ir.Value | None:
     return operand if len(shape) == 2 or sum(size > 1 for size in shape) > 1 else None
 
 
+def new_initializer(graph: ir.Graph, name: str, data: "NDArray[Any] | ir.TensorProtocol") -> ir.Value:
+    """Register `data` as an initializer called `name`."""
+    tensor = ir.tensor(data, name=name) if isinstance(data, np.ndarray) else data
+    value = ir.Value(
+        name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
+    graph.register_initializer(value)
+    return value
+
+
+def cut_name(name: str) -> str:
+    """What the weight `name` of an output head is called where some of its rows were taken (`head`)."""
+    return f"{name}.cut"
+
+
 def replace_node(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
     """Put `new`, which has one output, where `old` was, under `old`'s output name."""
     output, replacement = old.outputs[0], new.outputs[0]
@@ -68,6 +90,17 @@ def replace_node(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
     name, output.name = output.name, None
     replacement.name = name
     graph.remove(old, safe=True)
+
+
+def whole_numbers(graph: ir.Graph, name: str, numbers: list[int]) -> ir.Value:
+    """An int64 initializer of `numbers`, shared by everyone who asks under the same name."""
+    if name not in graph.initializers:
+        tensor = ir.tensor(numbers, dtype=ir.DataType.INT64, name=name)
+        value = ir.Value(
+            name=name, shape=ir.Shape([len(numbers)]), type=ir.TensorType(tensor.dtype), const_value=tensor
+        )
+        graph.register_initializer(value)
+    return graph.initializers[name]
 
 
 class SplitGemms(InPlacePass):

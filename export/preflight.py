@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftc.export.checkpoint import CheckpointInfo
+from draftc.export.nbits import TABLE_BLOCK
 from draftc.runtime.errors import ResourceError, UsageError
 from draftc.runtime.memory import available_memory, format_bytes
+from draftc.runtime.records import Embedding
 
 __all__ = ["Requirements", "check", "estimate"]
 
@@ -69,14 +71,15 @@ def estimate(
     half: bool = False,
     engines: bool = False,
     cut_draft: bool = False,
+    embedding: Embedding = "float",
 ) -> Requirements:
     """Estimate what compiling `infos` (target first, then a draft model if there is one) needs.
 
     The float graph of each model is written before it is quantized, so it counts as temporary disk; `half` says that it
     is in fp16 or bf16, then a float32 copy for the parity gate comes and goes besides; `engines`, that the graph is
     there while its engine is written; `cut_draft`, that the draft's graph is written twice, the second time with a
-    smaller head. The embedding table and experts stay float, and a head that was tied to it is
-    quantized as a matrix of its own. Raises UsageError for an unknown precision.
+    smaller head; `embedding`, how the table is stored beside quantized weights. Experts stay float. Raises UsageError
+    for an unknown precision.
     """
     if precision not in WEIGHT_BYTES:
         raise UsageError(f"precision must be one of {', '.join(WEIGHT_BYTES)}, is {precision!r}")
@@ -93,7 +96,11 @@ def estimate(
         max(COPIES * size + 2 * kv, size + kv + copied)
         for size, kv, copied in zip(weights, buffers, gathered, strict=True)
     ]
-    finished = [_finished_bytes(info, per_weight, float_bytes, quantized=quantized) + GRAPH_BYTES for info in infos]
+    finished = [
+        (_quantized_bytes(info, per_weight, float_bytes, embedding) if quantized else float_bytes * info.parameters)
+        + GRAPH_BYTES
+        for info in infos
+    ]
     bundle = sum(finished)
     largest = max(info.parameters for info in infos)
     temporary = float_bytes * largest if quantized else 0
@@ -113,12 +120,14 @@ def estimate(
     )
 
 
-def _finished_bytes(info: CheckpointInfo, per_weight: float, float_bytes: int, *, quantized: bool) -> int:
-    if not quantized:
-        return float_bytes * info.parameters
+def _quantized_bytes(info: CheckpointInfo, per_weight: float, float_bytes: int, embedding: Embedding) -> int:
     table = info.shape.vocab_rows * info.shape.hidden_size
     matrices = info.parameters - info.expert_parameters - (0 if info.tied else table)
-    return int(float_bytes * (table + info.expert_parameters) + per_weight * matrices)
+    if embedding == "shared" and info.tied:
+        table_bytes = 0.0  # the head's, which is among the matrices
+    else:
+        table_bytes = table * (1.0 + float_bytes / TABLE_BLOCK if embedding == "int8" else float_bytes)
+    return int(table_bytes + float_bytes * info.expert_parameters + per_weight * matrices)
 
 
 def check(requirements: Requirements, work_dir: Path) -> None:

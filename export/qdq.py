@@ -9,7 +9,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from draftc.export.quantize import QuantizationScheme, new_initializer
+from draftc.export.passes import new_initializer
+from draftc.export.scheme import QuantizationScheme
 from draftc.runtime.errors import UsageError
 
 __all__ = ["Dequantize", "round_blocks"]
@@ -32,8 +33,8 @@ class Dequantize:
             raise UsageError(f"--rounding {scheme.rounding} is for ONNX Runtime: use --rounding nearest")
         if not scheme.symmetric:
             raise UsageError("TensorRT's dequantization has no zero points: use --symmetric")
-        if scheme.embedding:
-            raise UsageError("TensorRT reads the embedding table in half precision: leave out --quantize-embedding")
+        if scheme.embedding != "float":
+            raise UsageError("TensorRT reads the embedding table in half precision: leave out --embedding")
         if scheme.format == "fp8" and scheme.block_size:
             raise UsageError("fp8 weights have one scale per output: use --block-size 0")
         if scheme.blocks:
@@ -67,9 +68,9 @@ class Dequantize:
         graph.insert_before(node, wide)
         return ir.node("MatMul", [node.inputs[0], wide.outputs[0]], name=node.name)
 
-    def embedding(self, graph: ir.Graph, node: ir.Node) -> ir.Node:
+    def embedding(self, graph: ir.Graph, node: ir.Node, head: list[ir.Value] | None) -> ir.Node:
         """Not offered: the constructor refuses such a scheme."""
-        raise UsageError("TensorRT reads the embedding table in half precision: leave out --quantize-embedding")
+        raise UsageError("TensorRT reads the embedding table in half precision: leave out --embedding")
 
 
 def round_blocks(

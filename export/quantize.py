@@ -1,72 +1,26 @@
 """Weight-only quantization, one weight at a time: which products are rewritten, and that none is forgotten.
 
-How a rounded weight is written down is a `WeightForm`: ONNX Runtime's MatMulNBits (`NBits`, here), or standard
-dequantization for TensorRT (`qdq.Dequantize`). For the first, ONNX Runtime's own quantizer does the arithmetic. The
-graph is rewritten here rather than by it, because its graph walk wants the whole model in one protobuf and leaves
-`MatMul(x, Transpose(W))`, the form of every tied head, in float without a word.
+How a rounded weight is written down is a `WeightForm`: ONNX Runtime's MatMulNBits (`nbits.NBits`), or standard
+dequantization for TensorRT (`qdq.Dequantize`). The graph is rewritten here rather than by ONNX Runtime's quantizer,
+because its graph walk wants the whole model in one protobuf and leaves `MatMul(x, Transpose(W))`, the form of every
+tied head, in float without a word.
 """
 
-import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
-import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from draftc.export.passes import MICROSOFT, SplitGemms, constant_weight, replace_node, traced_weight
-from draftc.export.rounding import RoundedMatrix
+from draftc.export.nbits import NBits
+from draftc.export.passes import MICROSOFT, SplitGemms, constant_weight, cut_name, replace_node, traced_weight
+from draftc.export.scheme import QuantizationScheme
 from draftc.runtime.errors import CaptureError, UsageError
 from draftc.runtime.graphio import INPUT_IDS, LOGITS
-from draftc.runtime.records import Rounding
+from draftc.runtime.records import Embedding
 
-__all__ = ["NBits", "QuantizationScheme", "QuantizeWeights", "WeightForm", "new_initializer"]
-
-TABLE_BLOCK = 32  # inputs of an embedding table that share a scale
-TABLE_ROWS = 16384  # of it that are rounded at a time
-
-
-@dataclass(frozen=True)
-class QuantizationScheme:
-    """How weights are rounded: `bits` (4 or 8) in blocks of `block_size` inputs, to nearest or by GPTQ (`gptq`).
-
-    A `block_size` of 0 is one scale for each output. `format` "fp8" (E4M3) has that alone, and 8 bits. `accuracy_level`
-    4 lets the kernel quantize activations to int8 as it multiplies. `head` says whether the output head takes part,
-    `embedding` whether the embedding table is stored in 8 bits. `blocks` are (part of a weight's name, block size) of
-    weights that have another one; the first that fits counts. Raises UsageError when a value is not offered.
-    """
-
-    bits: int
-    block_size: int = 32
-    symmetric: bool = True
-    accuracy_level: int = 4
-    head: bool = True
-    embedding: bool = False
-    format: Literal["int", "fp8"] = "int"
-    rounding: Rounding = "nearest"
-    blocks: tuple[tuple[str, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise UsageError(f"bits must be 4 or 8, got {self.bits}")
-        for size in (self.block_size, *(size for _, size in self.blocks)):
-            if size not in (0, 16, 32, 64, 128, 256):
-                raise UsageError(f"block size must be 0 (one scale per output), 16, 32, 64, 128 or 256, got {size}")
-        if not 0 <= self.accuracy_level <= 4:
-            raise UsageError(f"accuracy level must be 0 to 4, got {self.accuracy_level}")
-        if self.rounding == "gptq" and self.format == "fp8":
-            raise UsageError("GPTQ rounds to integers: use --rounding nearest for fp8")
-        if self.rounding == "stored" and (self.block_size, self.symmetric) != (32, True):
-            raise UsageError("stored blocks are of 32 weights without zero points: use --block-size 32 --symmetric")
-        if self.rounding == "stored" and self.blocks:
-            raise UsageError("stored blocks are of 32 weights: leave out --target-blocks")
-
-    def block_of(self, name: str) -> int:
-        """The block size of the weight called `name`."""
-        return next((size for part, size in self.blocks if part in name), self.block_size)
+__all__ = ["QuantizeWeights", "WeightForm"]
 
 
 class WeightForm(Protocol):
@@ -80,16 +34,19 @@ class WeightForm(Protocol):
         `node`.
         """
 
-    def embedding(self, graph: ir.Graph, node: ir.Node) -> ir.Node:
-        """A node for a Gather of token ids from a rounded table. Raises UsageError where the form has none."""
+    def embedding(self, graph: ir.Graph, node: ir.Node, head: list[ir.Value] | None) -> ir.Node:
+        """A node for a Gather of token ids from a rounded table: what stands for the `head`, which is the same matrix,
+        or the table in 8 bits. What else it needs goes before `node`. Raises UsageError where the form has none.
+        """
 
 
 class QuantizeWeights(InPlacePass):
-    """MatMul(x, W) → a product with W rounded, for every 2-D constant W; with scheme.embedding its Gathers too.
+    """MatMul(x, W) → a product with W rounded, for every 2-D constant W; the embedding's Gather as the scheme says.
 
-    After `call`, `quantized` counts the rewritten MatMuls, `left_in_float` names the weights that other products still
-    read as floats (a head that was left out, experts that a Gather selects), and `float_share` is their part of all
-    weights that are multiplied with. Raises CaptureError when there was nothing to quantize, or when a product is
+    A table is "shared" if a quantized head is the same matrix, or was cut from it. After `call`, `embedding` is how the
+    table is stored, `quantized` counts the rewritten MatMuls, `left_in_float` names the weights that other products
+    still read as floats (a head that was left out, experts that a Gather selects), and `float_share` is their part of
+    all weights that are multiplied with. Raises CaptureError when there was nothing to quantize, or when a product is
     neither quantized nor named: an earlier stage then changed its form.
     """
 
@@ -103,6 +60,7 @@ class QuantizeWeights(InPlacePass):
         self.scheme = scheme
         self.form = NBits(scheme) if form is None else form
         self.quantized = 0
+        self.embedding: Embedding = "float"
         self.left_in_float: list[str] = []
         self.float_share = 0.0
         self._on_weight = on_weight or (lambda done, total: None)
@@ -123,8 +81,8 @@ class QuantizeWeights(InPlacePass):
         if not self.quantized:
             raise CaptureError("no MatMul with a constant weight was found to quantize: compile with --precision fp32")
         self._account(model, products)
-        if self.scheme.embedding:
-            self._quantize_embedding(model.graph)
+        self._quantize_embedding(model.graph)
+        self._rounded.clear()  # it holds on to the float weights, whose file the caller may want to remove
         if any(node.domain == MICROSOFT for node in model.graph):
             model.opset_imports[MICROSOFT] = 1
         RemoveUnusedNodesPass()(model)
@@ -152,103 +110,28 @@ class QuantizeWeights(InPlacePass):
         self.left_in_float = sorted(weights)
         floats = sum(map(_size, weights.values()))
         self.float_share = floats / (floats + sum(_size(weight) for weight, _ in self._rounded))
-        self._rounded.clear()  # it holds on to the float weights, whose file the caller may want to remove
 
     def _quantize_embedding(self, graph: ir.Graph) -> None:
+        wanted = self.scheme.embedding
+        if wanted == "float":
+            return
         gathers = [node for node in graph if node.op_type == "Gather" and _reads_tokens(node)]
-        if not gathers:
-            raise UsageError("no embedding table was found behind input_ids: leave out --quantize-embedding")
+        if not gathers and wanted == "int8":
+            raise UsageError("no embedding table was found behind input_ids: leave out --embedding int8")
         for node in gathers:
-            replace_node(graph, node, self.form.embedding(graph, node))
+            head = self._as_head(graph, node.inputs[0]) if wanted == "shared" else None
+            if wanted == "int8" or head is not None:
+                replace_node(graph, node, self.form.embedding(graph, node, head))
+                self.embedding = wanted
 
-
-class NBits:
-    """ONNX Runtime's form: MatMulNBits(x, packed blocks, scales, zero points), and GatherBlockQuantized.
-
-    Weights that are in `rounded`, by name and whether they are stored as (N, K), are taken as they are there; the names
-    of the others, which are rounded to nearest, are in `nearest` afterwards.
-    """
-
-    def __init__(
-        self, scheme: QuantizationScheme, rounded: Mapping[tuple[str, bool], RoundedMatrix] | None = None
-    ) -> None:
-        self.check(scheme)
-        self.scheme = scheme
-        self.nearest: list[str] = []
-        self._given = rounded or {}
-        self._forms: dict[str, tuple[int, int]] = {}  # bits and block size, by the codes' name: weights may differ
-
-    @staticmethod
-    def check(scheme: QuantizationScheme) -> None:
-        """Raise UsageError for a scheme that this form cannot express."""
-        if 0 in (scheme.block_size, *dict(scheme.blocks).values()) or scheme.format != "int":
-            raise UsageError(
-                "ONNX Runtime rounds to integers in blocks: use --precision int8 or int4 with --block-size 16 to 256"
-            )
-
-    def round(self, graph: ir.Graph, weight: ir.Value, transposed: bool) -> list[ir.Value]:
-        """Packed blocks, scales, and zero points where the scheme has them."""
-        assert weight.const_value is not None
-        assert weight.name is not None
-        dtype = weight.const_value.dtype.numpy()
-        matrix = self._given.get((weight.name, transposed)) or self._round_to_nearest(weight, transposed)
-        name = f"{weight.name}{'_t' if transposed else ''}_q{matrix.bits}"
-        self._forms[name] = matrix.bits, matrix.block_size
-        operands = [
-            new_initializer(graph, name, matrix.codes),
-            new_initializer(graph, f"{name}_scales", matrix.scales.astype(dtype)),  # the activations' type
-        ]
-        if matrix.zero_points is not None:
-            operands.append(new_initializer(graph, f"{name}_zero_points", matrix.zero_points))
-        return operands
-
-    def _round_to_nearest(self, weight: ir.Value, transposed: bool) -> RoundedMatrix:
-        assert weight.const_value is not None
-        assert weight.name is not None
-        self.nearest.append(weight.name)
-        array = weight.const_value.numpy()
-        matrix = np.ascontiguousarray(array.T if transposed else array, np.float32)  # (K, N)
-        scheme = replace(self.scheme, block_size=self.scheme.block_of(weight.name))
-        codes, scales, zero_points = _onnxruntime_quantizer(scheme).qbits_block_quant(matrix)
-        zeros = None if scheme.symmetric else zero_points
-        return RoundedMatrix(scheme.bits, scheme.block_size, matrix.shape[0], codes, scales, zeros)
-
-    def product(self, graph: ir.Graph, node: ir.Node, rounded: list[ir.Value], rows: int, columns: int) -> ir.Node:
-        """MatMulNBits."""
-        bits, block_size = self._forms[rounded[0].name or ""]
-        attributes = {
-            "K": rows,
-            "N": columns,
-            "bits": bits,
-            "block_size": block_size,
-            "accuracy_level": self.scheme.accuracy_level,
-        }
-        return ir.node("MatMulNBits", [node.inputs[0], *rounded], attributes, domain=MICROSOFT, name=node.name)
-
-    def embedding(self, graph: ir.Graph, node: ir.Node) -> ir.Node:
-        """GatherBlockQuantized, of the table in 8 bits and blocks of TABLE_BLOCK, symmetric."""
-        table = node.inputs[0]
+    def _as_head(self, graph: ir.Graph, table: ir.Value | None) -> list[ir.Value] | None:
+        """What stands for the embedding `table` (V, d) as an output head; None where no head is the same matrix."""
         assert table is not None
-        assert table.const_value is not None
-        array = table.const_value.numpy()  # (V, d)
-        starts = np.arange(0, array.shape[1], TABLE_BLOCK)
-        codes = np.empty(array.shape, np.uint8)
-        scales = np.empty((len(array), starts.size), array.dtype)
-        for first in range(0, len(array), TABLE_ROWS):
-            rows = array[first : first + TABLE_ROWS].astype(np.float32)
-            largest = np.maximum.reduceat(np.abs(rows), starts, axis=1)
-            part = (np.where(largest > 0, largest, 1) / 127).astype(array.dtype)
-            steps = np.repeat(part.astype(np.float32), TABLE_BLOCK, axis=1)[:, : array.shape[1]]
-            scales[first : first + TABLE_ROWS] = part
-            codes[first : first + TABLE_ROWS] = np.clip(np.rint(rows / steps) + 128, 0, 255)
-        name = f"{table.name}_gather_q8"
-        inputs = [
-            new_initializer(graph, name, codes),
-            node.inputs[1],
-            new_initializer(graph, f"{name}_scales", scales),
-        ]
-        attributes = {"bits": 8, "gather_axis": 0, "quantize_axis": 1, "block_size": TABLE_BLOCK}
-        return ir.node("GatherBlockQuantized", inputs, attributes, domain=MICROSOFT)
+        if (table, True) in self._rounded:
+            return self._rounded[table, True]
+        if any(weight.name == cut_name(table.name or "") for weight, _ in self._rounded):
+            return self.form.round(graph, table, True)
+        return None
 
 
 def _float_products(model: ir.Model) -> list[list[ir.Value]]:
@@ -264,34 +147,6 @@ def _float_products(model: ir.Model) -> list[list[ir.Value]]:
 def _size(weight: ir.Value) -> int:
     assert weight.const_value is not None
     return int(weight.const_value.size)
-
-
-def _onnxruntime_quantizer(scheme: QuantizationScheme) -> Any:
-    """ONNX Runtime's round-to-nearest quantizer. Its module configures the root logger on import; that is undone."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    try:
-        from onnxruntime.quantization import matmul_nbits_quantizer as nbits
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
-    config = nbits.DefaultWeightOnlyQuantConfig(
-        block_size=scheme.block_size,
-        is_symmetric=scheme.symmetric,
-        accuracy_level=scheme.accuracy_level,
-        bits=scheme.bits,
-    )
-    return nbits.DefaultWeightOnlyQuantizer(config)
-
-
-def new_initializer(graph: ir.Graph, name: str, data: "NDArray[Any] | ir.TensorProtocol") -> ir.Value:
-    """Register `data` as an initializer called `name`."""
-    tensor = ir.tensor(data, name=name) if isinstance(data, np.ndarray) else data
-    value = ir.Value(
-        name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
-    )
-    graph.register_initializer(value)
-    return value
 
 
 def _head(model: ir.Model) -> ir.Node | None:

@@ -130,7 +130,7 @@ def _models(manifest: Manifest) -> Table:
 def _model(model: Model) -> list[tuple[str, str]]:
     quantization = model.quantization
     weights = NONE
-    left = "all"
+    left, table = "all", NONE
     if quantization is not None:
         symmetry = "symmetric" if quantization.symmetric else "asymmetric"
         kind = "E4M3 floats" if quantization.format == "fp8" else f"{quantization.bits} bits"
@@ -142,11 +142,13 @@ def _model(model: Model) -> list[tuple[str, str]]:
         seen = f" on {quantization.calibration}" if quantization.calibration else ""
         weights = f"{kind}, {blocks}, {symmetry}{level}; {how}{seen}; {quantization.quantized_matmuls} MatMuls"
         left = _some(quantization.float_matmuls)
+        table = {"float": "float", "int8": "8 bits", "shared": "as the output head"}[quantization.embedding]
     return [
         ("architecture", model.architecture),
         ("parameters", f"{model.parameters / 1e6:,.1f} M"),
         ("quantized", weights),
         ("float MatMuls", left),
+        ("embedding", table),
         ("cache", f"{model.spec.num_layers} layers, {human_bytes(model.spec.kv_bytes())}"),
         ("rotary regime", model.rope or NONE),
         ("graph" if model.engine is None else "engine", model.graph),

@@ -23,6 +23,7 @@ __all__ = [
     "Draft",
     "DraftModel",
     "DraftVocabulary",
+    "Embedding",
     "EngineInfo",
     "FileEntry",
     "Model",
@@ -48,6 +49,7 @@ BackendName = Literal["onnxruntime", "tensorrt-rtx", "tensorrt"]
 Device = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
 Rounding = Literal["nearest", "gptq", "stored"]
+Embedding = Literal["float", "int8", "shared"]
 
 _ACCEPTANCE = re.compile(r"0(\.[0-9]+)?|1(\.0+)?")
 
@@ -103,7 +105,8 @@ class Quantization:
     `block_size` inputs share one scale; 0 is one scale for each output. `blocks` are other block sizes, by a part of a
     weight's name; the first that fits counts. `format` is of the codes: integers, or E4M3. `rounding` is how they were
     chosen, "stored" as a GGUF file has them (in blocks of 32, and a weight that has 8 bits there has 8 here);
-    `calibration` is the text that GPTQ saw.
+    `calibration` is the text that GPTQ saw. `embedding` says how the embedding table is stored: "shared" as the output
+    head that is tied to it, in one place where the head has all its rows.
     """
 
     format: Literal["int", "fp8"] = "int"
@@ -112,6 +115,7 @@ class Quantization:
     blocks: Mapping[str, int] = field(default_factory=dict)
     symmetric: bool
     accuracy_level: int
+    embedding: Embedding = "float"
     rounding: Rounding = "nearest"
     calibration: str | None = None
     quantized_matmuls: int

@@ -21,7 +21,8 @@ from draftc.export.fusions import FuseRMSNormalization
 from draftc.export.group_query import FuseGroupQueryAttention
 from draftc.export.last_rows import SelectRowsEarly
 from draftc.export.lowering import LOWERINGS, lower
-from draftc.export.quantize import QuantizationScheme, QuantizeWeights
+from draftc.export.quantize import QuantizeWeights
+from draftc.export.scheme import QuantizationScheme
 
 if TYPE_CHECKING:
     from tests.export.conftest import GraphRunner

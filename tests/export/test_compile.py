@@ -16,7 +16,7 @@ from draftc.export import compile as pipeline
 from draftc.export.compile import compile_bundle
 from draftc.export.options import CompileOptions
 from draftc.export.progress import Quiet
-from draftc.export.quantize import QuantizationScheme
+from draftc.export.scheme import QuantizationScheme
 from draftc.runtime.errors import (
     BackendUnavailableError,
     CheckpointError,

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from draftc.export import compile as pipeline
 from draftc.export.catalog import load_recipe
 from draftc.export.options import CompileOptions
-from draftc.export.quantize import QuantizationScheme
+from draftc.export.scheme import QuantizationScheme
 from draftc.runtime.cli import build_app
 from draftc.runtime.errors import UsageError
 from draftc.runtime.manifest import parse
@@ -301,7 +301,7 @@ NO_SUCH_ENGINE = [
     (["--precision", "int4", "--target-blocks", "up_proj=0"], "integers in blocks"),
     (["--precision", "int4", "--rounding", "stored", "--target-blocks", "q=64"], "leave out --target-blocks"),
     (["--target-blocks", "q=64"], "need --precision int8"),
-    ([*RTX, "--precision", "int4", "--quantize-embedding"], "leave out --quantize-embedding"),
+    ([*RTX, "--precision", "int4", "--embedding", "int8"], "leave out --embedding"),
     ([*RTX, "--precision", "fp8", "--block-size", "32"], "use --block-size 0"),
     ([*RTX, "--precision", "fp16", "--activations", "bf16"], "--activations goes with"),
     ([*RTX, "--precision", "int4", "--activations", "fp32"], "activations must be one of fp16, bf16, got 'fp32'"),
@@ -327,7 +327,7 @@ NO_SUCH_ENGINE = [
         (["--recipe", "no-such"], "no-such"),
         (["--recipe", "smollm2-135m", "--target", "x"], "either --recipe"),
         (["--target", "x", "--draft", "ngram", "--precision", "int3"], "int3"),
-        (["--target", "x", "--draft", "ngram", "--quantize-embedding"], "int4"),
+        (["--target", "x", "--draft", "ngram", "--embedding", "shared"], "int4"),
         (["--target", "x", "--draft", "ngram", "--block-size", "7"], "need --precision"),
         (["--target", "x", "--draft", "ngram", "--precision", "int4", "--block-size", "33"], "block size"),
         *((["--target", "x", "--draft", "ngram", *arguments], said) for arguments, said in NO_SUCH_ENGINE),

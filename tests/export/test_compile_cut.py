@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 import draftc.runtime as runtime
 from draftc.export.compile import compile_bundle
 from draftc.export.options import CompileOptions
-from draftc.export.quantize import QuantizationScheme
+from draftc.export.scheme import QuantizationScheme
 from draftc.runtime.bundle import open_bundle
 from draftc.runtime.errors import BundleError
 from draftc.runtime.manifest import parse
@@ -36,7 +37,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=[None, 4, "tied"], ids=["fp32", "int4", "tied"])
+@pytest.fixture(scope="module", params=["fp32", "int4", "tied", "tied int4"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A qwen2 target with a llama draft; "tied": the qwen2 model drafts for itself, its head is its embedding."""
     folder = tmp_path_factory.mktemp("cut")
@@ -45,10 +46,10 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     compile_bundle(
         CompileOptions(
             str(folder / "target"),
-            str(folder / ("target" if request.param == "tied" else "draft")),
+            str(folder / ("target" if "tied" in request.param else "draft")),
             folder / "out",
             max_length=96,
-            scheme=QuantizationScheme(4, 16) if request.param == 4 else None,
+            scheme=QuantizationScheme(4, 16, embedding="shared") if "int4" in request.param else None,
             draft_vocab=SIZE,
             draft_corpus=(folder / "corpus.txt",),
         )
@@ -69,6 +70,27 @@ def test_the_bundle_says_what_was_kept(bundle: Path) -> None:
     (said,) = tokenizer([TEXT])["input_ids"]
     assert np.isin([token for token, _ in Counter(said).most_common(5)], ids).all()
     assert all(report.max_abs_diff <= report.tolerance for report in manifest.parity if report.stage == "capture")
+
+
+def test_a_cut_draft_keeps_its_whole_embedding(bundle: Path) -> None:
+    """Stored as the head where the two are one matrix and rounded; in the target in one place."""
+    manifest = open_bundle(bundle).manifest
+    for role, model in (("target", manifest.target), ("draft", manifest.draft.model)):
+        assert model is not None
+        tied = role == "target" or model.architecture == "qwen2"
+        initializers = ir.load(bundle / model.graph).graph.initializers
+        if model.quantization is None or not tied:
+            assert model.quantization is None or model.quantization.embedding == "float"
+            continue
+        assert model.quantization.embedding == "shared"
+        (rows,) = (value for name, value in initializers.items() if name.endswith("_rows"))
+        assert rows.shape is not None
+        assert rows.shape[0] == 336  # the model's
+        codes = initializers[(rows.name or "").removesuffix("_rows")] if role == "target" else None
+        if codes is not None:
+            assert isinstance(codes.const_value, ir.ExternalTensor)
+            assert isinstance(rows.const_value, ir.ExternalTensor)
+            assert codes.const_value.offset == rows.const_value.offset
 
 
 def test_greedy_text_is_the_targets_own(bundle: Path) -> None:

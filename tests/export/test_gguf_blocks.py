@@ -12,8 +12,8 @@ from draftc.export.checkpoint import load, peek
 from draftc.export.compile import CompileOptions, compile_bundle
 from draftc.export.gguf import GgufFile
 from draftc.export.gguf_blocks import stored_blocks
-from draftc.export.quantize import QuantizationScheme
 from draftc.export.rounding import RoundedMatrix
+from draftc.export.scheme import QuantizationScheme
 from draftc.runtime.errors import UsageError
 from tests.export.tiny_models import save_folder, tiny_model, write_gguf
 

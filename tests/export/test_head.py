@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from draftc.export.head import CutHead
 from draftc.export.lowering import lower
-from draftc.export.quantize import QuantizationScheme, QuantizeWeights
+from draftc.export.quantize import QuantizeWeights
+from draftc.export.scheme import QuantizationScheme
 from draftc.runtime.errors import CaptureError
 from tests.export.family_cases import FAMILIES, VOCAB, capture_tiny, eager_logits, text, tiny_model, tolerance
 

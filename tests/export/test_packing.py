@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from draftc.export.lowering import lower
 from draftc.export.packing import PackQueryKeyValue
 from draftc.export.passes import MICROSOFT
-from draftc.export.quantize import QuantizationScheme, QuantizeWeights
+from draftc.export.quantize import QuantizeWeights
+from draftc.export.scheme import QuantizationScheme
 from tests.export.family_cases import VOCAB, capture_tiny, rewind_run, text, tiny_model, tolerance
 from tests.export.sketch import Sketch, count, run
 

@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from draftc.export.half import cast_parameters
 from draftc.export.preflight import Requirements, check, estimate
 from draftc.runtime.errors import ResourceError, UsageError
 from draftc.runtime.memory import available_memory, format_bytes
+from draftc.runtime.records import Embedding
 from tests.export.tiny_models import save_folder, tiny_model
 
 GIB = 1 << 30
@@ -85,6 +87,18 @@ def test_the_tied_table_is_stored_in_float_besides_the_quantized_head(tmp_path: 
     save_folder(tmp_path / "untied", tiny_model(tie_word_embeddings=False, vocab_size=5000))
     tied, untied = (estimate([peek(str(tmp_path / name))], "int4", max_length=64) for name in ("tied", "untied"))
     assert tied.bundle_bytes == untied.bundle_bytes
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_table_is_counted_as_it_is_stored(tmp_path: Path, tied: bool) -> None:
+    table = 5000 * 64
+    save_folder(tmp_path, tiny_model(tie_word_embeddings=tied, vocab_size=5000))
+    needs = {
+        how: estimate([peek(str(tmp_path))], "int4", max_length=64, block_size=32, embedding=how).bundle_bytes
+        for how in get_args(Embedding)
+    }
+    assert needs["float"] - needs["shared"] == (4 * table if tied else 0)
+    assert needs["float"] - needs["int8"] == pytest.approx((4 - 1 - 4 / 32) * table, abs=2)
 
 
 def test_disk_adds_up_over_a_pair_and_memory_is_that_of_the_larger(tmp_path: Path) -> None:

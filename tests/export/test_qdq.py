@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from draftc.export.qdq import Dequantize, round_blocks
-from draftc.export.quantize import QuantizationScheme, QuantizeWeights
+from draftc.export.quantize import QuantizeWeights
+from draftc.export.scheme import QuantizationScheme
 from draftc.export.tensorrt import Built, build_engine
 from draftc.runtime.errors import UsageError
 from draftc.runtime.graphio import GraphSpec, TensorSpec
@@ -199,7 +200,7 @@ def test_a_weight_that_does_not_divide_into_blocks_has_one_scale_per_output() ->
     ("scheme", "said"),
     [
         (QuantizationScheme(4, 32, symmetric=False), "no zero points: use --symmetric"),
-        (QuantizationScheme(4, 32, embedding=True), "leave out --quantize-embedding"),
+        (QuantizationScheme(4, 32, embedding="int8"), "leave out --embedding"),
         (QuantizationScheme(8, 256), "16 to 128 weights, got 256"),
         (QuantizationScheme(8, 32, format="fp8"), "one scale per output: use --block-size 0"),
     ],

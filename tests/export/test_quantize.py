@@ -11,7 +11,10 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from draftc.export.quantize import NBits, QuantizationScheme, QuantizeWeights
+from draftc.export.graph_file import save_graph
+from draftc.export.nbits import NBits
+from draftc.export.quantize import QuantizeWeights
+from draftc.export.scheme import QuantizationScheme
 from draftc.runtime.errors import CaptureError, UsageError
 
 VOCAB, WIDTH, INNER = 48, 64, 96
@@ -164,7 +167,7 @@ def test_products_of_activations_are_not_weights() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_embedding_can_be_stored_in_8_bits(tmp_path: Path, bits: int) -> None:
     model = decoder()
-    QuantizeWeights(QuantizationScheme(bits, 16, accuracy_level=1, embedding=True))(model)
+    QuantizeWeights(QuantizationScheme(bits, 16, accuracy_level=1, embedding="int8"))(model)
     assert "table" not in model.graph.initializers
     gather = next(node for node in model.graph if node.op_type == "GatherBlockQuantized")
     rows = gather.outputs[0]
@@ -176,6 +179,60 @@ def test_the_embedding_can_be_stored_in_8_bits(tmp_path: Path, bits: int) -> Non
     scale = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
     expected = (np.rint(blocks / scale) * scale).reshape(TABLE.shape)
     np.testing.assert_allclose(session.run(["rows"], {"input_ids": IDS})[0], expected[IDS], rtol=1e-6)
+
+
+def embedded(model: ir.Model, path: Path) -> NDArray[np.float32]:
+    """What the model looks up for IDS, saved with its weights as a compile saves them."""
+    gather = next(node for node in model.graph if node.inputs[1] is not None and node.inputs[1].name == "input_ids")
+    (used,) = gather.outputs[0].consumers()
+    rows = used.outputs[0] if used.op_type == "Slice" else gather.outputs[0]
+    rows.name, rows.shape, rows.type = "rows", ir.Shape(["B", "S", WIDTH]), ir.TensorType(ir.DataType.FLOAT)
+    model.graph.outputs.append(rows)
+    save_graph(model, path)
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    result: NDArray[np.float32] = session.run(["rows"], {"input_ids": IDS})[0]
+    return result
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("block_size", [16, 64, 128])  # the last is longer than a row
+def test_a_shared_embedding_is_the_rows_of_the_quantized_head(
+    tmp_path: Path, bits: int, symmetric: bool, block_size: int
+) -> None:
+    model = decoder()
+    scheme = QuantizationScheme(bits, block_size, symmetric, accuracy_level=1, embedding="shared")
+    rewrite = QuantizeWeights(scheme)
+    rewrite(model)
+    assert rewrite.embedding == "shared"
+    assert "table" not in model.graph.initializers
+    expected = rounded(TABLE, replace(scheme, block_size=min(block_size, WIDTH)), 1)[IDS]
+    np.testing.assert_allclose(embedded(model, tmp_path / "model.onnx"), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_shared_embedding_is_stored_once(tmp_path: Path) -> None:
+    """A graph saved by ONNX IR alone has the codes twice, and computes the same."""
+    models = {name: decoder() for name in ("shared", "float", "twice")}
+    for name, model in models.items():
+        QuantizeWeights(
+            QuantizationScheme(4, 16, accuracy_level=1, embedding="float" if name == "float" else "shared")
+        )(model)
+    twice = run(models["twice"], tmp_path)
+    for name in ("shared", "float"):
+        save_graph(models[name], tmp_path / f"{name}.onnx")
+    sizes = {name: (tmp_path / f"{name}.onnx.data").stat().st_size for name in ("shared", "float", "model")}
+    assert sizes["float"] - sizes["shared"] == TABLE.nbytes
+    assert sizes["model"] - sizes["shared"] == TABLE.size // 2
+    session = ort.InferenceSession(tmp_path / "shared.onnx", providers=["CPUExecutionProvider"])
+    np.testing.assert_array_equal(session.run(["logits"], {"input_ids": IDS})[0], twice)
+
+
+def test_an_embedding_whose_head_stays_in_float_stays_too() -> None:
+    model = decoder()
+    rewrite = QuantizeWeights(QuantizationScheme(4, head=False, embedding="shared"))
+    rewrite(model)
+    assert rewrite.embedding == "float"
+    assert [node.op_type for node in model.graph].count("Gather") == 1
 
 
 def test_progress_counts_every_weight() -> None:

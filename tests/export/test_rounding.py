@@ -7,8 +7,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from draftc.export.quantize import NBits, QuantizationScheme
+from draftc.export.nbits import NBits
 from draftc.export.rounding import RoundedMatrix, pack_matrix
+from draftc.export.scheme import QuantizationScheme
 
 RNG = np.random.default_rng(5)
 OUTPUTS = 24

@@ -1,6 +1,7 @@
 """`draftc compile` as a command: what its options become, and what is refused in one line before any work."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from draftc.runtime.manifest import parse
 from tests.export.tiny_models import save_folder, save_pair, tiny_model
 
 RTX = ["--backend", "tensorrt-rtx", "--sm", "89"]
+on_cpu = partial(QuantizationScheme, embedding="shared")  # ONNX Runtime on the CPU
 
 
 @pytest.fixture(scope="module")
@@ -69,24 +71,26 @@ def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> CompileOptio
             ["--device", "cuda", "--precision", "int4"],
             {"half": "fp16", "scheme": QuantizationScheme(4, 32, symmetric=False)},
         ),
-        (["--precision", "int8"], {"device": "cpu", "half": None, "scheme": QuantizationScheme(8, 32)}),
-        (["--precision", "int4"], {"scheme": QuantizationScheme(4, 32, symmetric=False), "calibration": None}),
-        (["--precision", "int4", "--symmetric"], {"scheme": QuantizationScheme(4, 32)}),
+        (["--precision", "int8"], {"device": "cpu", "half": None, "scheme": on_cpu(8, 32)}),
+        (["--precision", "int4"], {"scheme": on_cpu(4, 32, symmetric=False), "calibration": None}),
+        (["--precision", "int4", "--symmetric"], {"scheme": on_cpu(4, 32)}),
         (
             ["--precision", "int4", "--rounding", "gptq"],
-            {"scheme": QuantizationScheme(4, 128, symmetric=False, rounding="gptq")},
+            {"scheme": on_cpu(4, 128, symmetric=False, rounding="gptq")},
         ),
         (
             ["--precision", "int4", "--rounding", "gptq", "--block-size", "32", "--symmetric", "--calibration", "text"],
-            {"scheme": QuantizationScheme(4, 32, rounding="gptq"), "calibration": Path("text")},
+            {"scheme": on_cpu(4, 32, rounding="gptq"), "calibration": Path("text")},
         ),
-        (["--precision", "int4", "--rounding", "nearest"], {"scheme": QuantizationScheme(4, 32, symmetric=False)}),
-        (["--precision", "int4", "--rounding", "stored"], {"scheme": QuantizationScheme(4, 32, rounding="stored")}),
+        (["--precision", "int4", "--rounding", "nearest"], {"scheme": on_cpu(4, 32, symmetric=False)}),
+        (["--precision", "int4", "--rounding", "stored"], {"scheme": on_cpu(4, 32, rounding="stored")}),
         (
             ["--precision", "int4", "--target-blocks", "up_proj=64", "--target-blocks", "gate=128"],
-            {"scheme": QuantizationScheme(4, 32, symmetric=False, blocks=(("up_proj", 64), ("gate", 128)))},
+            {"scheme": on_cpu(4, 32, symmetric=False, blocks=(("up_proj", 64), ("gate", 128)))},
         ),
-        (["--precision", "int8", "--rounding", "gptq"], {"scheme": QuantizationScheme(8, 128, rounding="gptq")}),
+        (["--precision", "int8", "--rounding", "gptq"], {"scheme": on_cpu(8, 128, rounding="gptq")}),
+        (["--precision", "int8", "--embedding", "float"], {"scheme": QuantizationScheme(8, 32)}),
+        (["--precision", "int8", "--embedding", "int8"], {"scheme": QuantizationScheme(8, 32, embedding="int8")}),
     ],
     ids=" ".join,
 )
@@ -231,13 +235,13 @@ def test_a_recipe_rounds_for_onnx_runtime_as_it_was_tested(monkeypatch: pytest.M
     monkeypatch.setattr(pipeline, "compile_bundle", note)
     for more in ([], ["--rounding", "nearest"], ["--precision", "int8"], ["--precision", "fp32"], RTX):
         invoke(tmp_path / "out", "--recipe", recipe.name, *more)
-    blocks = (("layers.26.", 128), ("layers.27.", 128), ("gate_proj", 256), ("up_proj", 256))
-    draft = QuantizationScheme(4, 128, symmetric=False, rounding="gptq")
+    blocks = (("layers.26.", 128), ("layers.27.", 128), ("gate_proj", 256), ("up_proj", 256), ("down_proj", 256))
+    draft = on_cpu(4, 128, symmetric=False, rounding="gptq")
     assert asked[0].scheme_of("draft") == draft, "block sizes by name are the target's"
     assert [options.scheme_of("target") for options in asked] == [
         replace(draft, blocks=blocks),
-        QuantizationScheme(4, 32, symmetric=False),
-        QuantizationScheme(8, 32),
+        on_cpu(4, 32, symmetric=False),
+        on_cpu(8, 32),
         None,
         QuantizationScheme(4, 32),
     ]
@@ -301,6 +305,8 @@ NO_SUCH_ENGINE = [
     (["--precision", "int4", "--target-blocks", "up_proj=0"], "integers in blocks"),
     (["--precision", "int4", "--rounding", "stored", "--target-blocks", "q=64"], "leave out --target-blocks"),
     (["--target-blocks", "q=64"], "need --precision int8"),
+    (["--precision", "int4", "--embedding", "tied"], "embedding must be one of float, int8, shared, got 'tied'"),
+    (["--embedding", "float"], "need --precision int8"),
     ([*RTX, "--precision", "int4", "--embedding", "int8"], "leave out --embedding"),
     ([*RTX, "--precision", "fp8", "--block-size", "32"], "use --block-size 0"),
     ([*RTX, "--precision", "fp16", "--activations", "bf16"], "--activations goes with"),

@@ -141,7 +141,7 @@ class _Run:
             usual = recomputed_rows(graph.decoder, text)
             recomputed_rows(graph.decoder, text[: size // 2])
             found = difference(usual, rows_of(graph.decoder, text))
-            if not variance.allows(found):
+            if not found.within(variance.limit_for(found, graph.decoder, text, 1)):
                 problem = f"{graph.name}: cut elsewhere, logits differ by {found.rms:.3g} rms"
         self._add(f"{name}, cut elsewhere", size, 0, problem)
 

@@ -55,6 +55,10 @@ class Difference:
         """The larger of both."""
         return Difference(max(self.rms, other.rms), max(self.spread, other.spread))
 
+    def within(self, limit: "Difference") -> bool:
+        """Whether both numbers are at most those of `limit`."""
+        return self.rms <= limit.rms and self.spread <= limit.spread
+
 
 def difference(a: Logits, b: Logits) -> Difference:
     """Of rows (R, V) and (R, V). The likeliest are the LIKELIEST of either row."""
@@ -98,7 +102,8 @@ class WidthVariance:
 
     A choice between tokens whose logits are closer than `near_tie` (NEAR_TIE times the rms) can be the width's doing.
     Logits that are compared as such may differ by `limit`, three times the measured difference, because that is itself
-    only the largest of a sample. All end where `rms` is at `ceiling`; `sound` says that it is not above.
+    only the largest of a sample (`limit_for` takes a closer look). All end where `rms` is at `ceiling`; `sound` says
+    that it is not above.
     """
 
     graph: str
@@ -112,9 +117,22 @@ class WidthVariance:
     limit: Difference
     sound: bool
 
-    def allows(self, found: Difference) -> bool:
-        """Whether `found` is within `limit`."""
-        return found.rms <= self.limit.rms and found.spread <= self.limit.spread
+    def limit_for(self, found: Difference, decoder: Decoder, text: Tokens, rows: int) -> Difference:
+        """How far apart the last `rows` logits of `text` may be, which are `found` apart: `limit`, or where that is
+        exceeded, by what the width of calls changes over this very text.
+
+        Kernels that quantize activations differ much at a few places of a few texts (an outlier takes the whole range
+        of its block), which a sample of 64 tokens may lack. The cache is filled from scratch: no rewind is part of it.
+        """
+        if found.within(self.limit):
+            return self.limit
+        width = min(decoder.limits.max_width, text.size)
+        decoder.cache.clear()
+        if text.size > width:  # so that the last call is the widest
+            rows_of(decoder, text[:-width])
+        wide = rows_of(decoder, text, width)[-rows:]
+        narrow = np.concatenate(list(_chain(decoder, text, 0, 1)))[-rows:]
+        return self.limit | _limit(difference(narrow, wide), self.ceiling)
 
 
 def rows_of(decoder: Decoder, text: Tokens, rows: int = 1) -> Logits:
@@ -168,7 +186,6 @@ def _measure(graph: Graph, corpus: Tokens, speculative_tokens: int) -> WidthVari
     found |= difference(scratch, single[-len(scratch) :])
     std = float(single.std(axis=1).mean())
     ceiling = graph.ceiling * std
-    rms, spread = min(found.rms, ceiling), min(found.spread, SPREAD_PER_RMS * ceiling)
     return WidthVariance(
         graph=graph.name,
         positions=len(single),
@@ -177,10 +194,14 @@ def _measure(graph: Graph, corpus: Tokens, speculative_tokens: int) -> WidthVari
         spread=found.spread,
         logit_std=std,
         ceiling=ceiling,
-        near_tie=NEAR_TIE * rms,
-        limit=Difference(min(3 * rms, ceiling), min(3 * spread, SPREAD_PER_RMS * ceiling)),
+        near_tie=NEAR_TIE * min(found.rms, ceiling),
+        limit=_limit(found, ceiling),
         sound=found.rms <= ceiling,
     )
+
+
+def _limit(found: Difference, ceiling: float) -> Difference:
+    return Difference(min(3 * found.rms, ceiling), min(3 * found.spread, SPREAD_PER_RMS * ceiling))
 
 
 def _chain(decoder: Decoder, text: Tokens, begin: int, width: int) -> Iterator[Logits]:

@@ -19,6 +19,7 @@ __all__ = [
     "KvEngine",
     "LateWriteEngine",
     "NanEngine",
+    "OutlierEngine",
     "StaleEngine",
     "kv_session",
 ]
@@ -77,6 +78,18 @@ class KvEngine:
 
     def close(self) -> None:
         pass
+
+
+class OutlierEngine(KvEngine):
+    """Not a fault: behind every third token from 70 on, a wide call rounds a hundred times as coarsely."""
+
+    def row(self, start: int, width: int, end: int) -> Logits:
+        logits = super().row(start, width, end)
+        if width > 1:
+            coarse = (self._embedding[70::3] == self._cache[end - 1]).all(axis=1).any()
+            noise = np.float32(0.3 if coarse else 0.003)
+            logits += noise * np.sin(np.arange(logits.size, dtype=np.float32) + width + end)
+        return logits
 
 
 class BlindWideEngine(KvEngine):

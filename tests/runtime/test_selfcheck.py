@@ -15,7 +15,7 @@ import draftc.runtime.request
 from draftc.runtime.accept import Outcome, Proposal
 from draftc.runtime.check_cache import fuzz
 from draftc.runtime.check_greedy import GreedyDetails, check_greedy, greedy, triage
-from draftc.runtime.check_numerics import Difference, Graph, difference, graphs, measure_variance
+from draftc.runtime.check_numerics import Difference, Graph, WidthVariance, difference, graphs, measure_variance
 from draftc.runtime.check_sampling import MIN_DRAWS, SamplingDetails, check_sampling
 from draftc.runtime.decoder import Decoder, Limits
 from draftc.runtime.drafter import Drafter, DraftRule, ModelDrafter
@@ -37,6 +37,7 @@ from tests.runtime.check_fakes import (
     KvEngine,
     LateWriteEngine,
     NanEngine,
+    OutlierEngine,
     StaleEngine,
     kv_session,
 )
@@ -568,6 +569,29 @@ def test_fuzz_at_low_precision(tokenizer: Tokenizer) -> None:
     variance = measure_variance(graph, corpus, 2)
     for seed in range(4):
         assert fuzz(graph, variance, corpus, seed).passed
+
+
+class StaleOutlierEngine(OutlierEngine, StaleEngine):
+    pass
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fuzz_tells_a_coarse_place_from_a_stale_cache(
+    tokenizer: Tokenizer, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the sample's width variance does not cover, that of the text itself may; a stale entry is beyond both."""
+    corpus = np.arange(200, dtype=np.int64)
+    vocab = tokenizer.vocab_size
+    sound, stale = (
+        Graph("target", kv_session(tokenizer, engine).target, ceiling=0.2)
+        for engine in (OutlierEngine(vocab), StaleOutlierEngine(vocab))
+    )
+    variance = measure_variance(sound, corpus, 2)
+    assert variance.rms == pytest.approx(0.003 / np.sqrt(2), rel=0.05)
+    assert fuzz(sound, variance, corpus, seed).passed
+    assert not fuzz(stale, variance, corpus, seed).passed
+    monkeypatch.setattr(WidthVariance, "limit_for", lambda self, *_: self.limit)
+    assert not fuzz(sound, variance, corpus, seed).passed, "there was no coarse place"
 
 
 # --- boundaries ------------------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def compile_(
             symmetric = not (kind == "int4" and how != "stored" and not engines)
         sizes = _blocks(target_blocks or ())
         table: Embedding = _one_of(
-            "embedding", embedding or ("float" if engines or wanted == "cuda" else "shared"), Embedding
+            "embedding", embedding or ("shared" if quantize_head and wanted == "cpu" else "float"), Embedding
         )
         scheme = _scheme(kind, block_size, sizes, symmetric, accuracy_level, quantize_head, table, how)
     elif (

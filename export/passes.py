@@ -95,11 +95,7 @@ def replace_node(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
 def whole_numbers(graph: ir.Graph, name: str, numbers: list[int]) -> ir.Value:
     """An int64 initializer of `numbers`, shared by everyone who asks under the same name."""
     if name not in graph.initializers:
-        tensor = ir.tensor(numbers, dtype=ir.DataType.INT64, name=name)
-        value = ir.Value(
-            name=name, shape=ir.Shape([len(numbers)]), type=ir.TensorType(tensor.dtype), const_value=tensor
-        )
-        graph.register_initializer(value)
+        new_initializer(graph, name, np.array(numbers, np.int64))
     return graph.initializers[name]
 
 

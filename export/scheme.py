@@ -15,8 +15,9 @@ class QuantizationScheme:
 
     A `block_size` of 0 is one scale for each output. `format` "fp8" (E4M3) has that alone, and 8 bits. `accuracy_level`
     4 lets the kernel quantize activations to int8 as it multiplies. `head` says whether the output head takes part,
-    `embedding` how the embedding table is stored. `blocks` are (part of a weight's name, block size) of
-    weights that have another one; the first that fits counts. Raises UsageError when a value is not offered.
+    `embedding` how the embedding table is stored: "float", "int8", or "shared", as the head that is the same matrix.
+    `blocks` are (part of a weight's name, block size) of weights that have another one; the first that fits counts.
+    Raises UsageError when a value is not offered, or two do not go together.
     """
 
     bits: int
@@ -37,6 +38,8 @@ class QuantizationScheme:
                 raise UsageError(f"block size must be 0 (one scale per output), 16, 32, 64, 128 or 256, got {size}")
         if not 0 <= self.accuracy_level <= 4:
             raise UsageError(f"accuracy level must be 0 to 4, got {self.accuracy_level}")
+        if self.embedding == "shared" and not self.head:
+            raise UsageError("a shared embedding is the quantized head's: leave out --no-quantize-head, or --embedding")
         if self.rounding == "gptq" and self.format == "fp8":
             raise UsageError("GPTQ rounds to integers: use --rounding nearest for fp8")
         if self.rounding == "stored" and (self.block_size, self.symmetric) != (32, True):

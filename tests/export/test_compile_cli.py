@@ -89,6 +89,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> CompileOptio
             {"scheme": on_cpu(4, 32, symmetric=False, blocks=(("up_proj", 64), ("gate", 128)))},
         ),
         (["--precision", "int8", "--rounding", "gptq"], {"scheme": on_cpu(8, 128, rounding="gptq")}),
+        (["--precision", "int8", "--no-quantize-head"], {"scheme": QuantizationScheme(8, 32, head=False)}),
         (["--precision", "int8", "--embedding", "float"], {"scheme": QuantizationScheme(8, 32)}),
         (["--precision", "int8", "--embedding", "int8"], {"scheme": QuantizationScheme(8, 32, embedding="int8")}),
     ],

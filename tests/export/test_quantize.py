@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from draftc.export.graph_file import save_graph
 from draftc.export.nbits import NBits
+from draftc.export.passes import new_initializer
 from draftc.export.quantize import QuantizeWeights
 from draftc.export.scheme import QuantizationScheme
 from draftc.runtime.errors import CaptureError, UsageError
@@ -227,12 +228,15 @@ def test_a_shared_embedding_is_stored_once(tmp_path: Path) -> None:
     np.testing.assert_array_equal(session.run(["logits"], {"input_ids": IDS})[0], twice)
 
 
-def test_an_embedding_whose_head_stays_in_float_stays_too() -> None:
-    model = decoder()
-    rewrite = QuantizeWeights(QuantizationScheme(4, head=False, embedding="shared"))
+def test_an_embedding_of_its_own_stays_in_float() -> None:
+    model = decoder(shared=True)
+    (gather,) = (node for node in model.graph if node.op_type == "Gather")
+    other = TABLE + 1
+    gather.replace_input_with(0, new_initializer(model.graph, "other", other))
+    rewrite = QuantizeWeights(QuantizationScheme(4, embedding="shared"))
     rewrite(model)
     assert rewrite.embedding == "float"
-    assert [node.op_type for node in model.graph].count("Gather") == 1
+    np.testing.assert_array_equal(model.graph.initializers["other"].const_value, other)
 
 
 def test_progress_counts_every_weight() -> None:
@@ -257,6 +261,7 @@ def test_a_graph_without_weights_is_refused() -> None:
         ({"bits": 4, "block_size": 48}, "block size must be"),
         ({"bits": 4, "accuracy_level": 5}, "accuracy level must be 0 to 4, got 5"),
         ({"bits": 4, "accuracy_level": -1}, "accuracy level"),
+        ({"bits": 4, "head": False, "embedding": "shared"}, "leave out --no-quantize-head, or --embedding"),
     ],
 )
 def test_a_scheme_that_is_not_offered_is_refused(arguments: dict[str, Any], said: str) -> None:

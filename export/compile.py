@@ -89,6 +89,7 @@ def compile_bundle(options: CompileOptions, reporter: Reporter | None = None) ->
             engines=options.engines,
             cut_draft=kept is not None,
             embedding=options.scheme.embedding if options.scheme else "float",
+            float_head=options.scheme is not None and not options.scheme.head,
         )
         reporter.note(needs.summary())
         preflight.check(needs, writer.folder.parent)
@@ -139,6 +140,14 @@ def _check_rounding(options: CompileOptions, infos: Sequence[CheckpointInfo]) ->
             raise UsageError(f"{info.source.name}: not a GGUF file, so no blocks are stored: use --rounding gptq")
         if rounding == "gptq":
             calibration_tokens(info, calibration_corpus(options.calibration))
+    parts = [part for part, _ in options.scheme.blocks] if options.scheme else []
+    if parts:
+        names = [name for name, weight in skeleton(infos[0]).named_parameters() if weight.dim() == 2]
+        for part in parts:
+            if not any(part in name for name in names):
+                raise UsageError(
+                    f"--target-blocks {part}: no weight of the target is called so; they have names such as {names[-1]}"
+                )
 
 
 def _choose_tokens(options: CompileOptions, target: CheckpointInfo, limits: Limits, reporter: Reporter) -> KeptTokens:

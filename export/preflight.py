@@ -72,14 +72,15 @@ def estimate(
     engines: bool = False,
     cut_draft: bool = False,
     embedding: Embedding = "float",
+    float_head: bool = False,
 ) -> Requirements:
     """Estimate what compiling `infos` (target first, then a draft model if there is one) needs.
 
     The float graph of each model is written before it is quantized, so it counts as temporary disk; `half` says that it
     is in fp16 or bf16, then a float32 copy for the parity gate comes and goes besides; `engines`, that the graph is
     there while its engine is written; `cut_draft`, that the draft's graph is written twice, the second time with a
-    smaller head; `embedding`, how the table is stored beside quantized weights. Experts stay float. Raises UsageError
-    for an unknown precision.
+    smaller head; `embedding`, how the table is stored beside quantized weights; `float_head`, that the head is not
+    among those. Experts stay float. Raises UsageError for an unknown precision.
     """
     if precision not in WEIGHT_BYTES:
         raise UsageError(f"precision must be one of {', '.join(WEIGHT_BYTES)}, is {precision!r}")
@@ -97,7 +98,11 @@ def estimate(
         for size, kv, copied in zip(weights, buffers, gathered, strict=True)
     ]
     finished = [
-        (_quantized_bytes(info, per_weight, float_bytes, embedding) if quantized else float_bytes * info.parameters)
+        (
+            _quantized_bytes(info, per_weight, float_bytes, embedding, float_head)
+            if quantized
+            else float_bytes * info.parameters
+        )
         + GRAPH_BYTES
         for info in infos
     ]
@@ -120,13 +125,18 @@ def estimate(
     )
 
 
-def _quantized_bytes(info: CheckpointInfo, per_weight: float, float_bytes: int, embedding: Embedding) -> int:
+def _quantized_bytes(
+    info: CheckpointInfo, per_weight: float, float_bytes: int, embedding: Embedding, float_head: bool
+) -> int:
     table = info.shape.vocab_rows * info.shape.hidden_size
     matrices = info.parameters - info.expert_parameters - (0 if info.tied else table)
     if embedding == "shared" and info.tied:
         table_bytes = 0.0  # the head's, which is among the matrices
     else:
         table_bytes = table * (1.0 + float_bytes / TABLE_BLOCK if embedding == "int8" else float_bytes)
+    if float_head:
+        matrices -= table
+        table_bytes += 0 if info.tied and embedding == "float" else float_bytes * table
     return int(table_bytes + float_bytes * info.expert_parameters + per_weight * matrices)
 
 

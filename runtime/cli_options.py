@@ -106,7 +106,11 @@ class Decoding:
     ] = None
     seed: Annotated[
         int | None,
-        typer.Option("--seed", help="Same settings and seed, same text. Default: random.", rich_help_panel=SAMPLING),
+        typer.Option(
+            "--seed",
+            help="Same settings and seed, same text from a fresh start. Default: random.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = None
     num_speculative_tokens: Annotated[
         int | None,

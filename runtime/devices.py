@@ -35,8 +35,9 @@ class DeviceOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.device, str) or not DEVICE.fullmatch(self.device):
             raise UsageError(f"unknown device {self.device!r}: a device is cpu, cuda, or cuda:1 for the second GPU")
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"threads must be 1 or more, got {self.threads}")
+        threads = self.threads
+        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+            raise UsageError(f"threads must be 1 or more, got {threads!r}")
         for name, value in self.provider_options.items():
             if not isinstance(name, str) or not isinstance(value, str):
                 raise UsageError(f"provider option {name}: its name and value are texts, got {value!r}")

@@ -51,7 +51,7 @@ def find_profile(root: Path, machine: MachineId) -> CostProfile | None:
             difference = costs.machine.differs(machine)
             if not difference:
                 return costs
-            _note(f"{own} is ignored, it was measured elsewhere ({difference}): `draftc tune` measures anew")
+            _note(f"{own} is ignored, it was measured with something else ({difference}): `draftc tune` measures anew")
     return kept_profile(machine)
 
 
@@ -84,7 +84,7 @@ def measuring(machine: MachineId) -> Iterator[None]:
 
 
 def keep_profile(costs: CostProfile) -> None:
-    """Keep a profile in this user's cache; where it cannot be written, it is measured again the next time."""
+    """Keep a profile in this user's cache; where it cannot be written, a DraftcWarning says so."""
     path = _cached(costs.machine)
     if path is None:
         return
@@ -92,7 +92,10 @@ def keep_profile(costs: CostProfile) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_profile(path, costs)
     except (OSError, UsageError):
-        return
+        _note(
+            f"what calls cost was measured and cannot be kept in {path.parent}, so each opening will measure again: "
+            "make that folder writable, set XDG_CACHE_HOME, or put a profile into the bundle with `draftc tune`"
+        )
 
 
 def write_profile(path: Path, costs: CostProfile) -> None:

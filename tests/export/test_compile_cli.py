@@ -248,6 +248,18 @@ def test_a_recipe_rounds_for_onnx_runtime_as_it_was_tested(monkeypatch: pytest.M
     ]
 
 
+def test_block_sizes_for_weights_that_are_not_there(tmp_path: Path) -> None:
+    save_folder(tmp_path / "m")
+    line = ("--target", str(tmp_path / "m"), "--draft", "ngram", "--precision", "int4", "--target-blocks")
+    result = invoke(tmp_path / "out", *line, "up_proj=32", "--target-blocks", "up_prj=64")
+    assert result.exit_code == 2
+    said = result.stderr.splitlines()[-1]
+    assert said.startswith(
+        "draftc: --target-blocks up_prj: no weight of the target is called so; they have names such as "
+    )
+    assert nothing_at(tmp_path / "out")
+
+
 ENGINE: dict[str, Any] = {"backend": "tensorrt-rtx", "device": "cuda", "half": "fp16", "sms": ("89",)}
 
 

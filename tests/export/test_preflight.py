@@ -101,6 +101,22 @@ def test_the_table_is_counted_as_it_is_stored(tmp_path: Path, tied: bool) -> Non
     assert needs["float"] - needs["int8"] == pytest.approx((4 - 1 - 4 / 32) * table, abs=2)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_in_float_is_counted_as_such(tmp_path: Path, tied: bool) -> None:
+    """One that is tied is the embedding, where that is in float, too."""
+    table = 5000 * 64
+    save_folder(tmp_path, tiny_model(tie_word_embeddings=tied, vocab_size=5000))
+    info = peek(str(tmp_path))
+    cases: tuple[tuple[Embedding, bool], ...] = (("float", False), ("float", True), ("int8", True))
+    rounded, floats, mixed = (
+        estimate([info], "int4", max_length=64, block_size=32, embedding=how, float_head=head).bundle_bytes
+        for how, head in cases
+    )
+    codes = (0.5 + 4 / 32) * table
+    assert floats - rounded == pytest.approx((0 if tied else 4 * table) - codes, abs=2)
+    assert mixed - floats == pytest.approx((1 + 4 / 32) * table - (0 if tied else 4 * table), abs=2)
+
+
 def test_disk_adds_up_over_a_pair_and_memory_is_that_of_the_larger(tmp_path: Path) -> None:
     save_folder(tmp_path / "t", tiny_model(num_hidden_layers=4))
     save_folder(tmp_path / "d", tiny_model(num_hidden_layers=1))

@@ -25,9 +25,9 @@ def test_names_of_devices() -> None:
 
 
 def test_other_options_are_checked() -> None:
-    for threads in (0, -1):
-        with pytest.raises(UsageError, match=f"threads must be 1 or more, got {threads}"):
-            DeviceOptions(threads=threads)
+    for threads in (0, -1, "2", 2.0, True):
+        with pytest.raises(UsageError, match=f"threads must be 1 or more, got {threads!r}"):
+            DeviceOptions(threads=threads)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="provider option gpu_mem_limit: its name and value are texts, got 8"):
         DeviceOptions("cuda", provider_options={"gpu_mem_limit": 8})  # type: ignore[dict-item]
 

@@ -1,9 +1,9 @@
 """Write a bundle so that the output path holds either what it held before or the whole new bundle.
 
 Everything goes into a hidden folder next to the output, is checked as the runtime will check it, flushed to the disk,
-and moved into place by a rename. A failure or Ctrl-C removes the hidden folder. What ends the process outright (a
-SIGTERM, a SIGKILL, a power cut) leaves it behind; the next compile to the same output on the same machine removes it,
-and first puts an old bundle back that was just being replaced.
+and moved into place by a rename. A failure, Ctrl-C, and a SIGTERM to the command remove the hidden folder. What ends
+the process outright (a SIGKILL, a power cut) leaves it behind; the next compile to the same output on the same machine
+removes it, and first puts an old bundle back that was just being replaced.
 """
 
 import errno

@@ -2,9 +2,11 @@
 
 import json
 import resource
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -220,13 +222,24 @@ def compile_(
     )
     begin = time.monotonic()
     if isinstance(report, RichReporter):
-        with report:
+        with report, _ended_by_sigterm():
             manifest = compile_bundle(options, report)
         _print_summary(console, out, manifest, time.monotonic() - begin)
     else:
-        manifest = compile_bundle(options, report)
+        with _ended_by_sigterm():
+            manifest = compile_bundle(options, report)
         if as_json:
             print(to_json(manifest))
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM, which ends a process where it stands, ends the block as an exception does: it clears up."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _one_of(name: str, value: str, allowed: Any) -> Any:

@@ -1,5 +1,8 @@
 """`draftc compile` as a command: what its options become, and what is refused in one line before any work."""
 
+import os
+import signal
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -246,6 +249,25 @@ def test_a_recipe_rounds_for_onnx_runtime_as_it_was_tested(monkeypatch: pytest.M
         None,
         QuantizationScheme(4, 32),
     ]
+
+
+def test_sigterm_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+
+    def terminated(role: str, info: object, options: object, limits: object, folder: Path, *_: object) -> None:
+        (folder / "weights").write_bytes(b"0" * 1000)
+        written.extend(folder.iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    save_folder(tmp_path / "m")
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(pipeline, "build_model", terminated)
+    result = invoke(tmp_path / "out", "--target", str(tmp_path / "m"), "--draft", "ngram")
+    assert result.exit_code == 143
+    assert len(written) == 1
+    assert nothing_at(tmp_path / "out")
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_block_sizes_for_weights_that_are_not_there(tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ def compile_(
     block_size: Annotated[
         int | None,
         typer.Option(
-            help="Weights that share one scale: 16 to 256; 0: one per output. Default: 128 with gptq, else 32 "
-            "(TensorRT int8 and fp8: 0)."
+            help="Weights that share one scale: 16 to 256, or on TensorRT 0: one per output. Default: 128 with gptq, "
+            "else 32 (TensorRT int8 and fp8: 0)."
         ),
     ] = None,
     target_blocks: Annotated[

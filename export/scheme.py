@@ -35,7 +35,9 @@ class QuantizationScheme:
             raise UsageError(f"bits must be 4 or 8, got {self.bits}")
         for size in (self.block_size, *(size for _, size in self.blocks)):
             if size not in (0, 16, 32, 64, 128, 256):
-                raise UsageError(f"block size must be 0 (one scale per output), 16, 32, 64, 128 or 256, got {size}")
+                raise UsageError(
+                    f"block size must be 16, 32, 64, 128, 256 or, on TensorRT, 0 (one scale per output), got {size}"
+                )
         if not 0 <= self.accuracy_level <= 4:
             raise UsageError(f"accuracy level must be 0 to 4, got {self.accuracy_level}")
         if self.embedding == "shared" and not self.head:

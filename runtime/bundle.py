@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftc.runtime.errors import BundleError
-from draftc.runtime.manifest import MANIFEST_NAME, Manifest, parse
+from draftc.runtime.manifest import AGAIN, MANIFEST_NAME, Manifest, parse
 from draftc.runtime.rules import is_relative_path
 
 __all__ = ["MAX_MANIFEST_BYTES", "Bundle", "list_files", "open_bundle", "sha256_files"]
 
 MAX_MANIFEST_BYTES = 16 * 2**20  # a target of 100 layers takes about 0.1 MiB
-
-AGAIN = "copy the bundle again or recompile it"
 
 
 @dataclass(frozen=True)

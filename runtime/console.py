@@ -39,6 +39,7 @@ __all__ = [
     "to_json",
 ]
 
+MEASURING = "measuring what calls cost on this machine, once (about half a minute; --no-tune does without)"
 FILE_WIDTH = 160  # of reports in a file or a pipe, which has no width of its own
 STYLES: dict[TokenKind, str] = {"accepted": "green", "corrected": "yellow", "bonus": "cyan", "plain": ""}
 MARKS: dict[TokenKind, tuple[str, str]] = {
@@ -158,10 +159,11 @@ def _symbol(control: str) -> str:
 
 
 @contextmanager
-def progress(quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
+def progress(quiet: bool = False, *, unseen: str | None = None) -> Iterator[Callable[[str, float], None]]:
     """A progress bar on stderr; the context's value is called with what runs now and the share (0 to 1) that is done.
 
-    Nothing is shown when stderr is not a terminal, or if `quiet`.
+    Where stderr is no terminal, the line `unseen`, if there is one, is written at the first call instead, and nothing
+    more. Nothing at all is shown if `quiet`.
     """
     console = Console(stderr=True, highlight=False)
     columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
@@ -175,13 +177,19 @@ def progress(quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
                 started.enter_context(bar)
             bar.update(bar.task_ids[0], description=printable(what), completed=done)
 
-        yield report if shown else lambda what, done: None
+        lines = [unseen] if unseen is not None and not quiet else []
+
+        def announce(what: str, done: float) -> None:
+            while lines:
+                note(lines.pop())
+
+        yield report if shown else announce
 
 
 @contextmanager
 def opened(out: Path, quiet: bool = False, **opening: Any) -> Iterator[Session]:
-    """An open bundle, with a progress bar while its costs are measured for the first time."""
-    with progress(quiet) as on_progress:
+    """An open bundle, with a progress bar, or a line, while its costs are measured for the first time."""
+    with progress(quiet, unseen=MEASURING) as on_progress:
         session = draftc.open(out, on_progress=on_progress, **opening)
     with session:
         yield session

@@ -40,6 +40,7 @@ from draftc.runtime.speccheck import check_spec
 from draftc.runtime.strictjson import show
 
 __all__ = [
+    "AGAIN",
     "INT32_MAX",
     "MANIFEST_NAME",
     "PROFILE_NAME",
@@ -66,6 +67,7 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 1
+AGAIN = "copy the bundle again or recompile it"  # the way out of a damaged one
 _UTC = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z", re.ASCII)
 
 
@@ -216,7 +218,7 @@ def parse(text: str) -> Manifest:
         manifest = strictjson.decode(Manifest, document)
         _check_files(manifest)
     except UsageError as error:
-        raise BundleError(f"{MANIFEST_NAME}: {error}") from error
+        raise BundleError(f"{MANIFEST_NAME}: {error}: {AGAIN}") from error
     return manifest
 
 

@@ -5,6 +5,7 @@ are cold, and thread pools wake up. Each figure is the median of its rounds.
 """
 
 import importlib.metadata
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -50,11 +51,11 @@ def measure_costs(
 ) -> CostProfile:
     """Time calls of every width at two or three fills, for about `budget_s` seconds; at least three rounds are made.
 
-    What the caches held is overwritten; they are empty afterwards. Raises UsageError for a budget that is not above 0,
-    EngineError.
+    What the caches held is overwritten; they are empty afterwards. Raises UsageError for a budget that is not
+    above 0 or has no end, EngineError.
     """
-    if not budget_s > 0:
-        raise UsageError(f"the budget must be above 0 seconds, got {budget_s}")
+    if not (budget_s > 0 and math.isfinite(budget_s)):
+        raise UsageError(f"the budget must be a finite number of seconds above 0, got {budget_s}")
     report = on_progress or (lambda what, done: None)
     axes = {target: _axes(target.limits, WIDTHS, target.limits.max_width, rows=target.limits.max_width)}
     if draft is not None:

@@ -95,7 +95,7 @@ def manifest_for(vocab_size: int, engine: FakeEngine, *, max_length: int, k: int
 class FakeBundle:
     """Stands in for `draftc.runtime.open`: a real session, whose engines are scripted, and a new one each time.
 
-    `opened` has the arguments of the last call.
+    `opened` has the arguments of the last call. `measures`: opening reports progress, as measuring costs does.
     """
 
     folder: Path
@@ -103,6 +103,7 @@ class FakeBundle:
     max_length: int = 200
     prompt: str = ""  # what a plain `run` is asked, to know where its answer begins
     opened: dict[str, Any] = field(default_factory=dict)
+    measures: bool = False
 
     def __post_init__(self) -> None:
         tokenizer = self.tokenizer = Tokenizer.from_folder(self.folder)
@@ -114,6 +115,8 @@ class FakeBundle:
         if self.opened:
             self.session, self.engine = self._new_session()
         self.opened = {"path": path, **arguments}
+        for done in (0.5, 1.0) if self.measures else ():
+            arguments["on_progress"]("measuring", done)
         return self.session
 
     def _new_session(self) -> tuple[Session, FakeEngine]:

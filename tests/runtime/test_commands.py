@@ -486,6 +486,15 @@ def test_verify_says_the_verdict_by_report_and_exit_code(
     assert bundle.engine.closed == 1
 
 
+def test_an_opening_that_measures_says_so_once_where_no_bar_can_be_seen(
+    draftc: Draftc, bundle: FakeBundle, verified: Callable[[bool], dict[str, Any]]
+) -> None:
+    verified(True)
+    bundle.measures = True
+    assert "--no-tune" in one_line(draftc("verify", "out").err)
+    assert draftc("verify", "out", "--quiet").err == ""
+
+
 def test_verify_passes_its_options_on(
     draftc: Draftc, bundle: FakeBundle, verified: Callable[[bool], dict[str, Any]], tmp_path: Path
 ) -> None:

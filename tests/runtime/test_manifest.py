@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from draftc.runtime.errors import BundleError, BundleVersionError, UsageError
 from draftc.runtime.graphio import GraphSpec
 from draftc.runtime.manifest import (
+    AGAIN,
     SCHEMA_VERSION,
     Backend,
     DraftModel,
@@ -189,7 +190,8 @@ def refusal(text: str) -> str:
     assert message.startswith("bundle.json: ")
     assert "\n" not in message
     assert len(message) < 400
-    return message.removeprefix("bundle.json: ")
+    assert message.endswith(AGAIN)
+    return message.removeprefix("bundle.json: ").removesuffix(f": {AGAIN}")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

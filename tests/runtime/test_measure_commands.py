@@ -151,11 +151,11 @@ def test_a_folder_that_became_full_meanwhile(
     assert list(out.iterdir()) == []
 
 
-@pytest.mark.parametrize("budget", ["0", "-1", "nan"])
+@pytest.mark.parametrize("budget", ["0", "-1", "nan", "inf"])
 def test_a_budget_of_nothing(draftc: Draftc, bundle: FakeBundle, out: Path, budget: str) -> None:
     result = draftc("tune", str(out), "--budget", budget)
     assert result.code == 2
-    assert one_line(result.err).startswith("draftc: the budget must be above 0 seconds, got")
+    assert one_line(result.err).startswith("draftc: the budget must be a finite number of seconds above 0, got")
     assert list(out.iterdir()) == []
 
 

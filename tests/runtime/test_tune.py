@@ -133,10 +133,10 @@ def test_the_budget_bounds_the_rounds(clock: Clock) -> None:
     assert seconds[2] <= 8
 
 
-@pytest.mark.parametrize("budget", [0, -1, float("nan")])
-def test_a_budget_of_nothing(clock: Clock, budget: float) -> None:
+@pytest.mark.parametrize("budget", [0, -1, float("nan"), float("inf")])
+def test_a_budget_that_is_none(clock: Clock, budget: float) -> None:
     target, engine = timed(clock, verification)
-    with pytest.raises(UsageError, match="the budget must be above 0 seconds, got"):
+    with pytest.raises(UsageError, match="the budget must be a finite number of seconds above 0, got"):
         measure_costs(target, None, make_machine(), budget_s=budget)
     assert engine.calls == []
 

@@ -336,7 +336,10 @@ NO_SUCH_ENGINE = [
         "part of a name and a block size, such as up_proj=256, got 'up_proj'",
     ),
     (["--precision", "int4", "--target-blocks", "=64"], "got '=64'"),
-    (["--precision", "int4", "--target-blocks", "up_proj=48"], "16, 32, 64, 128 or 256, got 48"),
+    (
+        ["--precision", "int4", "--target-blocks", "up_proj=48"],
+        "block size must be 16, 32, 64, 128, 256 or, on TensorRT, 0 (one scale per output), got 48",
+    ),
     (["--precision", "int4", "--target-blocks", "up_proj=0"], "integers in blocks"),
     (["--precision", "int4", "--rounding", "stored", "--target-blocks", "q=64"], "leave out --target-blocks"),
     (["--target-blocks", "q=64"], "need --precision int8"),

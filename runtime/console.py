@@ -177,11 +177,11 @@ def progress(quiet: bool = False, *, unseen: str | None = None) -> Iterator[Call
                 started.enter_context(bar)
             bar.update(bar.task_ids[0], description=printable(what), completed=done)
 
-        lines = [unseen] if unseen is not None and not quiet else []
-
         def announce(what: str, done: float) -> None:
-            while lines:
-                note(lines.pop())
+            nonlocal unseen
+            if unseen is not None and not quiet:
+                note(unseen)
+                unseen = None  # once
 
         yield report if shown else announce
 

@@ -152,7 +152,7 @@ def test_a_folder_that_became_full_meanwhile(
 
 
 @pytest.mark.parametrize("budget", ["0", "-1", "nan", "inf"])
-def test_a_budget_of_nothing(draftc: Draftc, bundle: FakeBundle, out: Path, budget: str) -> None:
+def test_a_budget_that_is_none(draftc: Draftc, bundle: FakeBundle, out: Path, budget: str) -> None:
     result = draftc("tune", str(out), "--budget", budget)
     assert result.code == 2
     assert one_line(result.err).startswith("draftc: the budget must be a finite number of seconds above 0, got")
